@@ -1,0 +1,3 @@
+//! Model files: configuration, weights, tokenizer, chat template.
+pub mod config;
+pub mod weights;

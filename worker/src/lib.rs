@@ -1,0 +1,3 @@
+//! The worker: HTTP, scheduler, KV pool, roles.
+pub mod config;
+pub mod request;
