@@ -27,7 +27,8 @@ mod tests {
 
     #[test]
     fn reads_both_spellings_of_the_driver() {
-        let open = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\nGCC version: 12.3.0";
+        let open =
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\nGCC version: 12.3.0";
         let closed = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\n";
         assert_eq!(parse_driver_version(open).as_deref(), Some("570.86.15"));
         assert_eq!(parse_driver_version(closed).as_deref(), Some("535.104.05"));
