@@ -1,0 +1,237 @@
+//! Owns the child processes: starts them on a leash, sees the first that ends, stops all. Promises that no child
+//! outlives [`Children::stop`], and that each ends by itself if `up` is gone (see [`crate::leash`]).
+
+use std::{
+    future::poll_fn,
+    io,
+    os::unix::process::ExitStatusExt as _,
+    path::{Path, PathBuf},
+    pin::pin,
+    process::{ExitStatus, Stdio},
+    task::Poll,
+    time::{Duration, Instant},
+};
+
+use tokio::{
+    process::{Child as Process, ChildStdin, Command},
+    task::JoinHandle,
+    time::timeout,
+};
+
+use super::{
+    logs::{Sink, Terminal},
+    plan::ChildPlan,
+};
+use crate::leash::{LEASH_STDIN, LEASH_VARIABLE};
+
+/// The output of a dead process is read to its end, unless a grandchild holds the pipe.
+const LAST_LINES_WAIT: Duration = Duration::from_secs(1);
+
+#[derive(Debug, thiserror::Error)]
+pub enum SpawnError {
+    #[error("cannot start {name}: {source}")]
+    Start { name: String, source: io::Error },
+    #[error("cannot write the log file {path}: {source}; choose another folder with --log-dir")]
+    LogFile { path: PathBuf, source: io::Error },
+}
+
+struct Child {
+    plan: ChildPlan,
+    pid: u32,
+    process: Process,
+    leash: Option<ChildStdin>,
+    sink: Sink,
+    pumps: Vec<JoinHandle<()>>,
+    started: Instant,
+}
+
+/// All children, in the order in which they were started.
+pub struct Children {
+    program: PathBuf,
+    terminal: Terminal,
+    log_folder: Option<PathBuf>,
+    running: Vec<Child>,
+}
+
+/// How a child ended that nobody asked to end.
+#[derive(Debug)]
+pub struct Death {
+    pub name: String,
+    pub pid: u32,
+    pub how: String,
+    pub after: Duration,
+    pub last_lines: Vec<String>,
+}
+
+impl Children {
+    pub fn new(program: PathBuf, terminal: Terminal, log_folder: Option<PathBuf>) -> Self {
+        Self { program, terminal, log_folder, running: Vec::new() }
+    }
+
+    pub fn spawn(&mut self, plan: ChildPlan) -> Result<(), SpawnError> {
+        let folder: Option<&Path> = self.log_folder.as_deref();
+        let sink = Sink::open(&plan.name, self.terminal.clone(), folder)
+            .map_err(|(path, source)| SpawnError::LogFile { path, source })?;
+        let start = |source| SpawnError::Start { name: plan.name.clone(), source };
+        let mut process = Command::new(&self.program)
+            .args(&plan.arguments)
+            .env(LEASH_VARIABLE, LEASH_STDIN)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            // Ctrl-C of the terminal reaches `up` alone, which then stops all in order.
+            .process_group(0)
+            .kill_on_drop(true)
+            .spawn()
+            .map_err(start)?;
+        let pid = process.id().ok_or_else(|| start(io::Error::other("it ended at once")))?;
+        let leash = process.stdin.take();
+        let mut pumps = Vec::new();
+        pumps.extend(process.stdout.take().map(|stream| sink.pump(stream)));
+        pumps.extend(process.stderr.take().map(|stream| sink.pump(stream)));
+        self.running.push(Child { plan, pid, process, leash, sink, pumps, started: Instant::now() });
+        Ok(())
+    }
+
+    /// Plans and process ids.
+    pub fn list(&self) -> Vec<(&ChildPlan, u32)> {
+        self.running.iter().map(|child| (&child.plan, child.pid)).collect()
+    }
+
+    /// Waits until any child ends; forever if there is none. Safe to drop and call again.
+    pub async fn first_death(&mut self) -> Death {
+        let (index, status) = poll_fn(|context| {
+            for (index, child) in self.running.iter_mut().enumerate() {
+                if let Poll::Ready(status) = pin!(child.process.wait()).poll(context) {
+                    return Poll::Ready((index, status));
+                }
+            }
+            Poll::Pending
+        })
+        .await;
+        let child = &mut self.running[index];
+        for pump in &mut child.pumps {
+            timeout(LAST_LINES_WAIT, pump).await.ok();
+        }
+        child.pumps.clear();
+        Death {
+            name: child.plan.name.clone(),
+            pid: child.pid,
+            how: status.map_or_else(|error| format!("cannot be waited for: {error}"), describe),
+            after: child.started.elapsed(),
+            last_lines: child.sink.tail().lines(),
+        }
+    }
+
+    /// Asks all to stop by letting go of the leash, kills those that still run after `grace`, or once `hurry` completes,
+    /// and waits for all. Returns the names of the killed.
+    pub async fn stop(&mut self, grace: Duration, hurry: impl Future<Output = ()>) -> Vec<String> {
+        for child in &mut self.running {
+            child.leash = None;
+        }
+        let all_ended = async {
+            for child in &mut self.running {
+                child.process.wait().await.ok();
+            }
+        };
+        tokio::select! {
+            () = all_ended => return Vec::new(),
+            () = tokio::time::sleep(grace) => {}
+            () = hurry => {}
+        }
+        let mut killed = Vec::new();
+        for child in &mut self.running {
+            if matches!(child.process.try_wait(), Ok(None)) {
+                child.process.kill().await.ok();
+                killed.push(child.plan.name.clone());
+            }
+        }
+        killed
+    }
+}
+
+fn describe(status: ExitStatus) -> String {
+    match (status.code(), status.signal()) {
+        (Some(code), _) => format!("exited with status {code}"),
+        (None, Some(signal)) => format!("was killed by signal {signal}{}", signal_name(signal)),
+        (None, None) => format!("ended: {status}"),
+    }
+}
+
+/// The signals that end a server in the field.
+fn signal_name(signal: i32) -> &'static str {
+    match signal {
+        4 => " (SIGILL: built for another processor?)",
+        6 => " (SIGABRT)",
+        7 => " (SIGBUS)",
+        9 => " (SIGKILL: by hand, or for want of memory)",
+        11 => " (SIGSEGV)",
+        15 => " (SIGTERM)",
+        _ => "",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::plan::tests::fleet, *};
+
+    /// A child that runs `script` in a shell.
+    fn plan(name: &str, script: &str) -> ChildPlan {
+        let mut plan = fleet("1p1d").remove(0);
+        plan.name = name.to_owned();
+        plan.arguments = vec!["-c".into(), script.into()];
+        plan
+    }
+
+    fn children(plans: &[(&str, &str)]) -> Children {
+        let mut children = Children::new("/bin/sh".into(), Terminal::new([]), None);
+        for (name, script) in plans {
+            children.spawn(plan(name, script)).expect("starts");
+        }
+        children
+    }
+
+    const LIMIT: Duration = Duration::from_secs(20);
+
+    #[tokio::test]
+    async fn the_first_death_is_told_with_its_reason_and_last_lines() {
+        let mut children = children(&[("a", "read hold"), ("b", "echo out; echo bad luck >&2; exit 3")]);
+        let death = timeout(LIMIT, children.first_death()).await.expect("in time");
+        assert_eq!((death.name.as_str(), death.how.as_str()), ("b", "exited with status 3"));
+        assert_eq!(death.pid, children.list()[1].1);
+        let mut lines = death.last_lines;
+        lines.sort();
+        assert_eq!(lines, ["bad luck", "out"]);
+        assert!(children.stop(LIMIT, std::future::pending()).await.is_empty(), "a ends once its stdin closes");
+    }
+
+    #[tokio::test]
+    async fn a_signal_is_named() {
+        let mut children = children(&[("a", "kill -9 $$")]);
+        let death = timeout(LIMIT, children.first_death()).await.expect("in time");
+        assert!(death.how.starts_with("was killed by signal 9 (SIGKILL"), "{}", death.how);
+    }
+
+    #[tokio::test]
+    async fn a_child_that_will_not_stop_is_killed() {
+        let stubborn = "trap '' TERM; while :; do sleep 1 <&-; done";
+        let mut children = children(&[("good", "read hold"), ("bad", stubborn)]);
+        let grace = Duration::from_millis(100);
+        let killed = timeout(LIMIT, children.stop(grace, std::future::pending())).await.expect("in time");
+        assert_eq!(killed, ["bad"]);
+    }
+
+    #[tokio::test]
+    async fn hurry_does_not_wait_for_the_grace_period() {
+        let mut children = children(&[("bad", "while :; do sleep 1 <&-; done")]);
+        let killed = timeout(LIMIT, children.stop(LIMIT * 10, std::future::ready(()))).await.expect("in time");
+        assert_eq!(killed, ["bad"]);
+    }
+
+    #[tokio::test]
+    async fn a_program_that_is_not_there_is_named() {
+        let mut children = Children::new("/nonexistent/tandem".into(), Terminal::new([]), None);
+        let error = children.spawn(plan("a", "")).expect_err("no such program");
+        assert!(error.to_string().starts_with("cannot start a: "), "{error}");
+    }
+}

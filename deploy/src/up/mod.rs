@@ -1,0 +1,174 @@
+//! Owns `tandem up`: a fleet of workers and the gateway as child processes of this one, on one machine. The story is
+//! [`run`]: fetch the model, choose ports, start the workers, then the gateway, show the table, and watch until a
+//! signal comes or a child dies; then stop all. Promises that nothing it started outlives it.
+
+mod args;
+mod child;
+mod logs;
+mod plan;
+mod ports;
+mod readiness;
+mod table;
+mod topology;
+
+use std::{io, path::PathBuf, time::Duration};
+
+use tokio::signal::unix::{Signal, SignalKind, signal};
+
+use args::Settings;
+pub use args::UpArgs;
+use child::{Children, Death, SpawnError};
+use logs::Terminal;
+use plan::ChildPlan;
+use ports::{PortError, Ports};
+use readiness::NotReady;
+use topology::TopologyError;
+
+/// From the request to stop to SIGKILL.
+const STOP_GRACE: Duration = Duration::from_secs(5);
+
+#[derive(Debug, thiserror::Error)]
+pub enum UpError {
+    #[error(transparent)]
+    Topology(#[from] TopologyError),
+    #[error(transparent)]
+    Port(#[from] PortError),
+    #[error(transparent)]
+    Spawn(#[from] SpawnError),
+    #[error(transparent)]
+    NotReady(#[from] NotReady),
+    #[error("{}", tell(.0))]
+    Died(Box<Death>),
+    #[error("cannot make the log folder {path}: {source}; choose another with --log-dir")]
+    LogFolder { path: PathBuf, source: io::Error },
+    #[error("cannot write the ready file {path}: {source}")]
+    ReadyFile { path: PathBuf, source: io::Error },
+    #[error("the operating system refused {what}: {source}")]
+    System { what: &'static str, source: io::Error },
+}
+
+fn tell(death: &Death) -> String {
+    let Death { name, pid, how, after, last_lines } = death;
+    let mut text = format!("{name} (pid {pid}) {how} after {:.1} s; everything else was stopped.", after.as_secs_f32());
+    match last_lines.as_slice() {
+        [] => text.push_str(" It logged nothing."),
+        lines => {
+            text.push_str(" Its last log lines:");
+            lines.iter().for_each(|line| text.extend(["\n    ", line]));
+        }
+    }
+    text
+}
+
+/// Serves until SIGINT, SIGTERM or SIGHUP, which is success, or until a child dies, which is an error.
+pub fn run(args: UpArgs) -> Result<(), UpError> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let threads_in_environment = std::env::var_os("TANDEM_WORKER_THREADS").is_some();
+    let settings = Settings::new(args, cores, threads_in_environment)?;
+    let system = |what| move |source| UpError::System { what, source };
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .map_err(system("threads for supervision"))?;
+    runtime.block_on(supervise(settings))
+}
+
+async fn supervise(settings: Settings) -> Result<(), UpError> {
+    let system = |what| move |source| UpError::System { what, source };
+    let mut signals = StopSignals::new().map_err(system("signal handlers"))?;
+    let program = std::env::current_exe().map_err(system("the path of this program"))?;
+    if let Some(path) = &settings.args.log_dir {
+        std::fs::create_dir_all(path).map_err(|source| UpError::LogFolder { path: path.clone(), source })?;
+    }
+    remove_ready_file(&settings);
+    let (workers, gateway) = plans(&settings)?;
+    let names = workers.iter().map(|plan| plan.name.as_str());
+    let terminal = Terminal::new(names.chain([gateway.name.as_str()]));
+    let mut children = Children::new(program, terminal.clone(), settings.args.log_dir.clone());
+    let served = serve(&settings, workers, gateway, &mut children, &mut signals, &terminal).await;
+    remove_ready_file(&settings);
+    terminal.line("up", "stopping");
+    for name in children.stop(STOP_GRACE, signals.next()).await {
+        terminal.line("up", &format!("{name} did not stop in time and was killed"));
+    }
+    served
+}
+
+/// Chooses all ports at once, then frees them for the children.
+fn plans(settings: &Settings) -> Result<(Vec<ChildPlan>, ChildPlan), PortError> {
+    let mut ports = Ports::new();
+    let host = &settings.gateway_host;
+    let port = ports.take("--port", host, settings.args.port)?;
+    let metrics_port = ports.take("--prometheus-port", host, settings.args.prometheus_port)?;
+    let workers = plan::workers(settings, || ports.any(plan::WORKER_HOST))?;
+    ports.release();
+    let gateway = plan::gateway(settings, &workers, port, metrics_port);
+    Ok((workers, gateway))
+}
+
+/// Starts everything in order and watches it; returns at a signal (`Ok`) or at the first thing that goes wrong.
+async fn serve(
+    settings: &Settings,
+    workers: Vec<ChildPlan>,
+    gateway: ChildPlan,
+    children: &mut Children,
+    signals: &mut StopSignals,
+    terminal: &Terminal,
+) -> Result<(), UpError> {
+    // Workers first: a gateway that finds its workers ready at its first look has nothing to wait for.
+    for stage in [workers, vec![gateway]] {
+        for plan in &stage {
+            children.spawn(plan.clone())?;
+        }
+        tokio::select! {
+            ready = readiness::all(&stage, settings.start_timeout, terminal) => ready?,
+            death = children.first_death() => return Err(UpError::Died(Box::new(death))),
+            () = signals.next() => return Ok(()),
+        }
+    }
+    announce(settings, children)?;
+    tokio::select! {
+        death = children.first_death() => Err(UpError::Died(Box::new(death))),
+        () = signals.next() => Ok(()),
+    }
+}
+
+fn announce(settings: &Settings, children: &Children) -> Result<(), UpError> {
+    use std::io::Write as _;
+    let list = children.list();
+    // Someone who closed our stdout does not read the table; serving goes on.
+    write!(io::stdout(), "\n{}\n", table::render(&list)).ok();
+    if let Some(path) = &settings.args.ready_file {
+        let value = table::ready_json(&list, std::process::id());
+        table::write_ready_file(path, &value).map_err(|source| UpError::ReadyFile { path: path.clone(), source })?;
+    }
+    Ok(())
+}
+
+/// Addresses of an earlier run, or of this one once it ends, would only mislead.
+fn remove_ready_file(settings: &Settings) {
+    if let Some(path) = &settings.args.ready_file {
+        std::fs::remove_file(path).ok();
+    }
+}
+
+/// Ctrl-C, a polite kill, and a closed terminal.
+struct StopSignals([Signal; 3]);
+
+impl StopSignals {
+    fn new() -> io::Result<Self> {
+        let kinds = [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()];
+        let [interrupt, terminate, hangup] = kinds.map(signal);
+        Ok(Self([interrupt?, terminate?, hangup?]))
+    }
+
+    async fn next(&mut self) {
+        let [interrupt, terminate, hangup] = &mut self.0;
+        tokio::select! {
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
+            _ = hangup.recv() => {}
+        }
+    }
+}
