@@ -38,17 +38,17 @@ pub struct UpArgs {
     #[arg(long, default_value_t = 0, hide_default_value = true)]
     pub prometheus_port: u16,
 
-    /// Tensor parallel ranks of each prefill worker
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
-    pub tp_prefill: u32,
+    /// Tensor parallel ranks of each prefill worker [default: 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub tp_prefill: Option<u32>,
 
-    /// Tensor parallel ranks of each decode worker
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
-    pub tp_decode: u32,
+    /// Tensor parallel ranks of each decode worker [default: 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub tp_decode: Option<u32>,
 
-    /// Where the workers compute
-    #[arg(long, value_enum, default_value_t = Device::Auto)]
-    pub device: Device,
+    /// Where the workers compute [default: auto]
+    #[arg(long, value_enum)]
+    pub device: Option<Device>,
 
     /// Threads of each worker [default: the cores of this machine shared out, at least 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
@@ -82,9 +82,9 @@ pub struct UpArgs {
     #[arg(long, value_name = "DIR")]
     pub log_dir: Option<PathBuf>,
 
-    /// Log level of the children: error, warn, info, debug, trace, or a filter like tandem_worker=debug
-    #[arg(long, default_value = "info")]
-    pub log_level: String,
+    /// Log level of the children: error, warn, info, debug, trace, or a filter [default: info]
+    #[arg(long, value_name = "FILTER")]
+    pub log_level: Option<String>,
 
     /// Longest wait until all children are ready
     #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=86_400))]
@@ -153,8 +153,8 @@ pub(super) mod tests {
     #[test]
     fn one_argument_is_enough() {
         let args = parse("1p1d").expect("parses");
-        assert_eq!((args.port, args.model_path.as_str(), args.device), (30000, "smollm2", Device::Auto));
-        assert_eq!((args.tp_prefill, args.tp_decode, args.plain), (1, 1, 0));
+        assert_eq!((args.port, args.model_path.as_str(), args.device), (30000, "smollm2", None));
+        assert_eq!((args.tp_prefill, args.tp_decode, args.plain), (None, None, 0));
     }
 
     #[test]

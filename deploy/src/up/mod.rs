@@ -24,8 +24,10 @@ use ports::{PortError, Ports};
 use readiness::NotReady;
 use topology::TopologyError;
 
-/// From the request to stop to SIGKILL.
-const STOP_GRACE: Duration = Duration::from_secs(5);
+/// From the request to stop to SIGKILL: longer than a worker's default grace for running requests.
+const STOP_GRACE: Duration = Duration::from_secs(12);
+/// One Ctrl-C may reach us twice, from the terminal and from a script that passes it on; only a later one means hurry.
+const SAME_SIGNAL: Duration = Duration::from_millis(700);
 
 #[derive(Debug, thiserror::Error)]
 pub enum UpError {
@@ -89,7 +91,7 @@ async fn supervise(settings: Settings) -> Result<(), UpError> {
     let served = serve(&settings, workers, gateway, &mut children, &mut signals, &terminal).await;
     remove_ready_file(&settings);
     terminal.line("up", "stopping");
-    for name in children.stop(STOP_GRACE, signals.next()).await {
+    for name in children.stop(STOP_GRACE, signals.next_after(SAME_SIGNAL)).await {
         terminal.line("up", &format!("{name} did not stop in time and was killed"));
     }
     served
@@ -170,5 +172,12 @@ impl StopSignals {
             _ = terminate.recv() => {}
             _ = hangup.recv() => {}
         }
+    }
+
+    /// The next signal that does not come within `quiet` from now.
+    async fn next_after(&mut self, quiet: Duration) {
+        let end = tokio::time::Instant::now() + quiet;
+        while tokio::time::timeout_at(end, self.next()).await.is_ok() {}
+        self.next().await;
     }
 }

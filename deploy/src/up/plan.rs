@@ -106,14 +106,15 @@ pub fn workers<E>(settings: &Settings, mut port: impl FnMut() -> Result<u16, E>)
     roles.into_iter().map(plan).collect()
 }
 
+/// A setting that the user did not choose is left to the worker: to the environment it inherits, then its default.
 fn worker_arguments(settings: &Settings, plan: &ChildPlan) -> Vec<OsString> {
     let args = &settings.args;
     let tp_size = if plan.role == ChildRole::Prefill { args.tp_prefill } else { args.tp_decode };
-    let device = match args.device {
+    let device = args.device.map(|device| match device {
         Device::Cpu => "cpu",
         Device::Cuda => "cuda",
         Device::Auto => "auto",
-    };
+    });
     let cpu_math = args.cpu_math.map(|math| match math {
         CpuMath::Exact => "exact",
         CpuMath::Fast => "fast",
@@ -124,9 +125,9 @@ fn worker_arguments(settings: &Settings, plan: &ChildPlan) -> Vec<OsString> {
     line.flag("--port", plan.port);
     line.flag("--disaggregation-mode", plan.role.mode());
     line.maybe("--disaggregation-bootstrap-port", plan.bootstrap_port);
-    line.flag("--tp-size", tp_size);
-    line.flag("--device", device);
-    line.flag("--log-level", &args.log_level);
+    line.maybe("--tp-size", tp_size);
+    line.maybe("--device", device);
+    line.maybe("--log-level", args.log_level.as_ref());
     line.maybe("--served-model-name", args.served_model_name.as_ref());
     line.maybe("--threads", settings.threads);
     line.maybe("--cpu-math", cpu_math);
@@ -144,7 +145,7 @@ pub fn gateway(settings: &Settings, workers: &[ChildPlan], port: u16, metrics_po
     line.flag("--host", &settings.gateway_host);
     line.flag("--port", port);
     line.flag("--prometheus-port", metrics_port);
-    line.flag("--log-level", &settings.args.log_level);
+    line.maybe("--log-level", settings.args.log_level.as_ref());
     if matches!(settings.fleet, Fleet::Split(_)) {
         line.word("--pd-disaggregation");
     }
@@ -222,17 +223,17 @@ pub(super) mod tests {
         assert_eq!(
             line(&fleet[0]),
             "worker --model-path smollm2 --host 127.0.0.1 --port 20002 --disaggregation-mode prefill \
-             --disaggregation-bootstrap-port 20001 --tp-size 2 --device cpu --log-level info --threads 2 \
+             --disaggregation-bootstrap-port 20001 --tp-size 2 --device cpu --threads 2 \
              --context-length 512"
         );
         assert_eq!(
             line(&fleet[1]),
             "worker --model-path smollm2 --host 127.0.0.1 --port 20003 --disaggregation-mode decode \
-             --tp-size 1 --device cpu --log-level info --threads 2 --context-length 512"
+             --device cpu --threads 2 --context-length 512"
         );
         assert_eq!(
             line(&fleet[2]),
-            "gateway --host 127.0.0.1 --port 30000 --prometheus-port 29000 --log-level info --pd-disaggregation \
+            "gateway --host 127.0.0.1 --port 30000 --prometheus-port 29000 --pd-disaggregation \
              --prefill http://127.0.0.1:20002 20001 --decode http://127.0.0.1:20003"
         );
     }
@@ -240,7 +241,7 @@ pub(super) mod tests {
     #[test]
     fn plain_workers_stand_behind_the_same_gateway() {
         let fleet = fleet("0p0d --plain 2");
-        assert!(line(&fleet[0]).contains("--disaggregation-mode null --tp-size 1"));
+        assert!(line(&fleet[0]).contains("--disaggregation-mode null --threads 2"));
         assert_eq!(fleet[1].name, "plain-1");
         assert!(line(&fleet[2]).ends_with("--worker-urls http://127.0.0.1:20001 --worker-urls http://127.0.0.1:20002"));
         assert!(!line(&fleet[2]).contains("--pd-disaggregation"));
