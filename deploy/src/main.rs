@@ -1,6 +1,7 @@
 //! The one binary, `tandem`: the words of the command line, and nothing else. Each subcommand is a library call.
 
 mod leash;
+mod logging;
 mod up;
 
 use std::process::ExitCode;

@@ -1,0 +1,29 @@
+# The words that people and CI use. `just` alone lists them; without just, each line works as it stands.
+
+default:
+    @just --list
+
+# From a clone to a streamed answer
+quickstart *arguments:
+    deploy/quickstart {{arguments}}
+
+# Format, lints, build and all tests
+test *arguments:
+    tests/run {{arguments}}
+
+build:
+    cargo build --release --locked --workspace --bins
+
+# A fleet on this machine: just up 2p2d --port 30000
+up *arguments: build
+    cargo run --release --locked --bin tandem -- up {{arguments}}
+
+fmt:
+    cargo fmt --all
+
+lint:
+    cargo clippy --release --locked --workspace --all-targets -- -D warnings
+
+# Licences, advisories, sources and duplicates of the dependencies (needs cargo-deny)
+deny:
+    cargo deny check
