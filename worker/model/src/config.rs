@@ -57,3 +57,36 @@ pub enum RopeScaling {
     /// Divisors per frequency, out of a GGUF `rope_freqs.weight` tensor.
     Factors(Vec<f32>),
 }
+
+/// Sizes beyond these are a damaged file, not a model; within them no product of two sizes overflows.
+const LAYERS_MAX: usize = 1 << 10;
+const SIZE_MAX: usize = 1 << 24;
+
+/// Checks what the decoder relies on; loaders call it before they look at a tensor.
+pub(crate) fn check_shape(config: &ModelConfig) -> Result<(), String> {
+    let sizes = [
+        ("layers", config.layers, LAYERS_MAX),
+        ("hidden size", config.hidden, SIZE_MAX),
+        ("intermediate size", config.intermediate, SIZE_MAX),
+        ("attention heads", config.heads, SIZE_MAX),
+        ("KV heads", config.kv_heads, SIZE_MAX),
+        ("head dimension", config.head_dim, SIZE_MAX),
+        ("vocabulary", config.vocab, SIZE_MAX),
+        ("positions", config.max_positions, 1 << 30),
+    ];
+    for (name, size, max) in sizes {
+        if size == 0 || size > max {
+            return Err(format!("{name}: {size} is outside 1 to {max}"));
+        }
+    }
+    if config.heads % config.kv_heads != 0 {
+        return Err(format!("{} attention heads are no multiple of {} KV heads", config.heads, config.kv_heads));
+    }
+    if config.head_dim % 2 != 0 {
+        return Err(format!("head dimension {} is odd, RoPE rotates pairs", config.head_dim));
+    }
+    if !(config.rms_eps.is_finite() && config.rms_eps >= 0.0) {
+        return Err(format!("rms_norm_eps is {}", config.rms_eps));
+    }
+    Ok(())
+}
