@@ -1,0 +1,98 @@
+//! Output tokens: each judged as it comes, whether it was sampled here or landed with the prompt's pages. And the
+//! decode worker's side of a sample: pages offered, pages landed, pages proven quiet.
+
+use tandem_handoff::{
+    fence::{FenceProof, PublishedPages},
+    ids::Time,
+    wire::FirstToken,
+};
+
+use super::{Core, RoleDriver, intake::ticket};
+use crate::{
+    decode_role::DecodeFact,
+    kv::page::Pages,
+    output::End,
+    request::{FinishReason, SeqId, TokenLogprob},
+};
+
+impl Core {
+    /// Applies an output token once: to the sampler, the text and the stream; and ends the sample or goes on.
+    pub(super) fn put_out(&mut self, id: SeqId, token: u32, logprob: Option<TokenLogprob>) {
+        let Some(sample) = self.samples.get_mut(&id) else { return };
+        sample.sampler.apply(token);
+        let said = sample.output.push(token);
+        sample.send_token(token, said.text, logprob);
+        self.totals.generated_tokens += 1;
+        match said.end {
+            Some(end) => self.finish(id, end),
+            None => self.scheduler.append(id, token),
+        }
+    }
+
+    /// An answer of no tokens (`max_tokens` 0).
+    pub(super) fn finish_unsaid(&mut self, id: SeqId) {
+        self.finish(id, End { reason: FinishReason::Length, text: String::new() });
+    }
+
+    fn finish(&mut self, id: SeqId, end: End) {
+        self.scheduler.remove(id);
+        if let Some(sample) = self.samples.remove(&id) {
+            self.totals.finished += 1;
+            sample.finish(end);
+        }
+    }
+
+    pub(super) fn poll_decode(&mut self, now: Time) {
+        let RoleDriver::Decode(role) = &mut self.role else { return };
+        for fact in role.poll(now) {
+            match fact {
+                DecodeFact::Committed { id, pages, proof, first } => {
+                    if let Some(pages) = self.redeem(pages, proof) {
+                        self.committed(id, pages, first);
+                    }
+                }
+                DecodeFact::Failed { id, error } => self.end(now, id, error.kind, error.message),
+                DecodeFact::Quiet { pages, proof } => {
+                    if let Some(pages) = self.redeem(pages, proof) {
+                        self.scheduler.release(pages);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Offers pages to the prefill workers of waiting samples, first come, first served.
+    pub(super) fn reserve(&mut self, now: Time) {
+        let RoleDriver::Decode(role) = &mut self.role else { return };
+        while let Some((sequence, pages)) = self.scheduler.next_reserve() {
+            role.reserve(now, sequence.id, ticket(&sequence.ticket), &sequence.tokens, pages);
+        }
+    }
+
+    /// H2: a mismatch is a fault of this worker; the pages stay pinned, for nothing proves them quiet.
+    fn redeem(&mut self, pages: PublishedPages, proof: FenceProof) -> Option<Pages> {
+        self.scheduler
+            .pool_mut()
+            .redeem(pages, proof)
+            .inspect_err(|mismatch| tracing::error!(%mismatch, "pages are lost to the pool"))
+            .ok()
+    }
+
+    /// The prompt's KV landed. Token 0 is judged before any step (H7): a sample that it ends never decodes.
+    fn committed(&mut self, id: SeqId, pages: Pages, first: FirstToken) {
+        if let Err(pages) = self.scheduler.landed(id, pages) {
+            return self.scheduler.release(pages);
+        }
+        let Some(sample) = self.samples.get_mut(&id) else { return };
+        sample.cached_tokens = first.cached_tokens;
+        if sample.max_tokens == 0 {
+            return self.finish_unsaid(id);
+        }
+        let top = sample.logprobs.top as usize;
+        let logprob = first.logprob.filter(|_| sample.logprobs.output).map(|mut logprob| {
+            logprob.top.truncate(top);
+            TokenLogprob { token: first.token, logprob: logprob.logprob, top: logprob.top }
+        });
+        self.put_out(id, first.token, logprob);
+    }
+}

@@ -1,0 +1,19 @@
+//! The engine: one thread that schedules, steps the backend, samples and judges the ends of answers. HTTP talks to it
+//! through an [`EngineHandle`] and never waits for it; it never waits for a socket.
+//!
+//! ```text
+//!  HTTP --submit--> Inbox --> Core: admit -> plan -> Backend::step -> sample -> output --events--> SampleStream --> HTTP
+//!                             ^  facts                      | chunks, first tokens, reserved pages
+//!                             +------ PrefillHandoff / DecodeHandoff <---+
+//! ```
+mod core;
+mod handle;
+mod inbox;
+mod loads;
+mod sample;
+mod thread;
+
+pub use handle::{EngineHandle, SampleStream};
+pub use inbox::EngineWaker;
+pub use loads::Loads;
+pub use thread::{EngineParts, RoleDriver, spawn};
