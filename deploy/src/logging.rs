@@ -7,7 +7,9 @@ use tracing_subscriber::EnvFilter;
 const DEFAULT_FILTER: &str = "info";
 
 #[derive(Debug, thiserror::Error)]
-#[error("--log-level {filter}: {reason}; use error, warn, info, debug, trace, or a filter like tandem_worker=debug,info")]
+#[error(
+    "--log-level {filter}: {reason}; use error, warn, info, debug, trace, or a filter like tandem_worker=debug,info"
+)]
 pub struct FilterError {
     filter: String,
     reason: String,
