@@ -1,5 +1,5 @@
 //! Owns `tandem up`: a fleet of workers and the gateway as child processes of this one, on one machine. The story is
-//! [`run`]: fetch the model, choose ports, start the workers, then the gateway, show the table, and watch until a
+//! [`run`]: choose ports, fetch the model, start the workers, then the gateway, show the table, and watch until a
 //! signal comes or a child dies; then stop all. Promises that nothing it started outlives it.
 
 mod args;
@@ -13,6 +13,7 @@ mod topology;
 
 use std::{io, path::PathBuf, time::Duration};
 
+use tandem_model::{LoadOptions, ModelError, SMOLLM2};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use args::Settings;
@@ -41,6 +42,8 @@ pub enum UpError {
     NotReady(#[from] NotReady),
     #[error("{}", tell(.0))]
     Died(Box<Death>),
+    #[error(transparent)]
+    Model(#[from] ModelError),
     #[error("cannot make the log folder {path}: {source}; choose another with --log-dir")]
     LogFolder { path: PathBuf, source: io::Error },
     #[error("cannot write the ready file {path}: {source}")]
@@ -67,29 +70,34 @@ pub fn run(args: UpArgs) -> Result<(), UpError> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads_in_environment = std::env::var_os("TANDEM_WORKER_THREADS").is_some();
     let settings = Settings::new(args, cores, threads_in_environment)?;
+    remove_ready_file(&settings);
+    let (ports, workers, gateway) = plans(&settings)?;
+    if settings.args.model_path == SMOLLM2 {
+        // Once, here, where its progress can be seen; the children find it in the cache.
+        tandem_model::smollm2(&LoadOptions { show_progress: true, ..LoadOptions::default() })?;
+    }
+    ports.release();
     let system = |what| move |source| UpError::System { what, source };
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
         .build()
         .map_err(system("threads for supervision"))?;
-    runtime.block_on(supervise(settings))
+    runtime.block_on(supervise(&settings, workers, gateway))
 }
 
-async fn supervise(settings: Settings) -> Result<(), UpError> {
+async fn supervise(settings: &Settings, workers: Vec<ChildPlan>, gateway: ChildPlan) -> Result<(), UpError> {
     let system = |what| move |source| UpError::System { what, source };
     let mut signals = StopSignals::new().map_err(system("signal handlers"))?;
     let program = std::env::current_exe().map_err(system("the path of this program"))?;
     if let Some(path) = &settings.args.log_dir {
         std::fs::create_dir_all(path).map_err(|source| UpError::LogFolder { path: path.clone(), source })?;
     }
-    remove_ready_file(&settings);
-    let (workers, gateway) = plans(&settings)?;
     let names = workers.iter().map(|plan| plan.name.as_str());
     let terminal = Terminal::new(names.chain([gateway.name.as_str()]));
     let mut children = Children::new(program, terminal.clone(), settings.args.log_dir.clone());
-    let served = serve(&settings, workers, gateway, &mut children, &mut signals, &terminal).await;
-    remove_ready_file(&settings);
+    let served = serve(settings, workers, gateway, &mut children, &mut signals, &terminal).await;
+    remove_ready_file(settings);
     terminal.line("up", "stopping");
     for name in children.stop(STOP_GRACE, signals.next_after(SAME_SIGNAL)).await {
         terminal.line("up", &format!("{name} did not stop in time and was killed"));
@@ -97,16 +105,15 @@ async fn supervise(settings: Settings) -> Result<(), UpError> {
     served
 }
 
-/// Chooses all ports at once, then frees them for the children.
-fn plans(settings: &Settings) -> Result<(Vec<ChildPlan>, ChildPlan), PortError> {
+/// Who will listen where: workers and gateway, and the ports still held for them.
+fn plans(settings: &Settings) -> Result<(Ports, Vec<ChildPlan>, ChildPlan), PortError> {
     let mut ports = Ports::new();
     let host = &settings.gateway_host;
     let port = ports.take("--port", host, settings.args.port)?;
     let metrics_port = ports.take("--prometheus-port", host, settings.args.prometheus_port)?;
     let workers = plan::workers(settings, || ports.any(plan::WORKER_HOST))?;
-    ports.release();
     let gateway = plan::gateway(settings, &workers, port, metrics_port);
-    Ok((workers, gateway))
+    Ok((ports, workers, gateway))
 }
 
 /// Starts everything in order and watches it; returns at a signal (`Ok`) or at the first thing that goes wrong.
