@@ -59,7 +59,13 @@ struct Step<'a> {
 }
 
 impl Decoder {
-    pub fn new(config: &ModelConfig, embedding: Tensor, layers: Vec<Layer>, final_norm: Vec<f32>, head: Matrix) -> Self {
+    pub fn new(
+        config: &ModelConfig,
+        embedding: Tensor,
+        layers: Vec<Layer>,
+        final_norm: Vec<f32>,
+        head: Matrix,
+    ) -> Self {
         Self {
             heads: Heads { heads: config.heads, kv_heads: config.kv_heads, head_dim: config.head_dim },
             hidden: config.hidden,
@@ -234,10 +240,6 @@ fn any_quantised(matrices: &[&Matrix]) -> bool {
 }
 
 /// Runs `f` for each row, shared out if there are enough.
-fn each_row<T: Send>(
-    team: &Team,
-    rows: impl Iterator<Item = T> + ExactSizeIterator + Send,
-    f: impl Fn(T) + Sync,
-) {
+fn each_row<T: Send>(team: &Team, rows: impl ExactSizeIterator<Item = T> + Send, f: impl Fn(T) + Sync) {
     if rows.len() < ROWS_TO_SHARE { rows.for_each(f) } else { team.for_each(rows, |row, _| f(row)) }
 }

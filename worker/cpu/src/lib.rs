@@ -104,12 +104,7 @@ impl CpuBackend {
     ///
     /// # Errors
     /// As [`Self::new`].
-    pub fn with_isa(
-        config: &ModelConfig,
-        weights: Weights,
-        options: CpuOptions,
-        isa: Isa,
-    ) -> Result<Self, CpuError> {
+    pub fn with_isa(config: &ModelConfig, weights: Weights, options: CpuOptions, isa: Isa) -> Result<Self, CpuError> {
         check_shape(config, &options)?;
         let threads = match options.threads {
             0 => std::thread::available_parallelism().map_or(1, usize::from),
@@ -117,7 +112,8 @@ impl CpuBackend {
         };
         let team = Team::new(threads).map_err(CpuError::Threads)?;
         let bytes = options.shape.pool_bytes() * options.shape.tp as usize;
-        let kv = KvPools::new(options.shape).map_err(|source| CpuError::Memory { what: "the KV pool", bytes, source })?;
+        let kv =
+            KvPools::new(options.shape).map_err(|source| CpuError::Memory { what: "the KV pool", bytes, source })?;
         let decoder = weights::pack(config, weights, options.math, &team)?;
         tracing::info!(threads, isa = isa.name(), math = ?options.math, pool_bytes = bytes, "CPU backend is ready");
         Ok(Self { isa, math: options.math, team, kv, decoder, step: Default::default() })

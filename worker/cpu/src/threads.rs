@@ -156,7 +156,11 @@ impl Team {
     }
 
     /// Runs `f(item, thread)` for each item, in no order.
-    pub fn for_each<T: Send>(&self, items: impl IntoIterator<IntoIter: ExactSizeIterator<Item = T> + Send>, f: impl Fn(T, usize) + Sync) {
+    pub fn for_each<T: Send>(
+        &self,
+        items: impl IntoIterator<IntoIter: ExactSizeIterator<Item = T> + Send>,
+        f: impl Fn(T, usize) + Sync,
+    ) {
         let items = items.into_iter();
         let tasks = items.len();
         let items = Mutex::new(items);

@@ -212,8 +212,12 @@ impl Attention<'_> {
     /// `partial` has room for the tile's rows.
     fn span(&self, tile: Tile, head: usize, span: usize, scratch: &mut Scratch, partial: *mut f32) {
         match self.kv.shape().element_bytes {
-            2 => self.isa.run(Span::<f16> { at: self, tile, head, span, scratch, partial, element: Default::default() }),
-            _ => self.isa.run(Span::<f32> { at: self, tile, head, span, scratch, partial, element: Default::default() }),
+            2 => {
+                self.isa.run(Span::<f16> { at: self, tile, head, span, scratch, partial, element: Default::default() })
+            }
+            _ => {
+                self.isa.run(Span::<f32> { at: self, tile, head, span, scratch, partial, element: Default::default() })
+            }
         }
     }
 
@@ -246,7 +250,7 @@ struct Span<'a, E> {
 impl<E: Element> Kernel for Span<'_, E> {
     type Output = ();
     #[inline(always)]
-    unsafe fn run<S: Lanes>(self) {
+    unsafe fn run<S: Lanes>(mut self) {
         let heads = self.at.heads;
         let rows = self.tile.rows * heads.group();
         let keys = (self.at.end(self.tile) - self.span * SPAN).min(SPAN);

@@ -57,7 +57,7 @@ impl Activations {
         self.values.len() / self.cols.max(1)
     }
 
-    pub fn rows_mut(&mut self) -> impl Iterator<Item = RowMut<'_>> {
+    pub fn rows_mut(&mut self) -> impl ExactSizeIterator<Item = RowMut<'_>> {
         let (rows, width) = (self.rows(), if self.quantised { self.cols } else { 0 });
         let mut values = self.values.chunks_mut(self.cols.max(1));
         let (mut bytes, mut blocks) = (&mut self.bytes[..], &mut self.blocks[..]);
