@@ -3,9 +3,15 @@ pub mod backend;
 pub mod config;
 pub mod decode_role;
 pub mod engine;
+pub mod error;
+pub mod http;
 pub mod kv;
+pub mod metrics;
 pub mod output;
 pub mod prefill_role;
 pub mod request;
 pub mod sampling;
 pub mod scheduler;
+
+pub use config::WorkerArgs;
+pub use error::StartError;

@@ -1,0 +1,195 @@
+//! A request's body: read within a limit and a deadline, then parsed with errors that name the field.
+
+use std::{borrow::Cow, time::Duration};
+
+use axum::body::{Body, Bytes};
+use http::{HeaderMap, StatusCode, header};
+use http_body_util::BodyExt;
+use serde::de::DeserializeOwned;
+
+use super::error::ApiError;
+
+/// After a body over the limit, this much more is read and thrown away, so that a client that sends before it reads
+/// still sees the 413 instead of a reset.
+const DISCARD_BYTES_MAX: usize = 64 << 20;
+const DISCARD_TIME_MAX: Duration = Duration::from_secs(5);
+
+/// What a worker takes of a body.
+#[derive(Clone, Copy, Debug)]
+pub struct BodyLimits {
+    pub bytes_max: usize,
+    pub time_max: Duration,
+}
+
+/// The whole body.
+///
+/// # Errors
+/// 413 over the limit, 408 past the deadline, 400 when the client broke off.
+pub async fn read(headers: &HeaderMap, body: Body, limits: BodyLimits) -> Result<Bytes, ApiError> {
+    let announced = headers.get(header::CONTENT_LENGTH).and_then(|v| v.to_str().ok()?.parse::<u64>().ok());
+    match tokio::time::timeout(limits.time_max, collect(body, announced, limits.bytes_max)).await {
+        Ok(result) => result,
+        Err(_) => Err(ApiError::new(
+            StatusCode::REQUEST_TIMEOUT,
+            "body_timeout",
+            format!("the body did not arrive within {} ms", limits.time_max.as_millis()),
+        )),
+    }
+}
+
+async fn collect(mut body: Body, announced: Option<u64>, bytes_max: usize) -> Result<Bytes, ApiError> {
+    if announced.is_some_and(|bytes| bytes > bytes_max as u64) {
+        discard(body).await;
+        return Err(too_large(bytes_max, announced));
+    }
+    let mut whole = Vec::with_capacity(announced.unwrap_or(0) as usize);
+    while let Some(frame) = body.frame().await {
+        let frame = frame.map_err(|e| ApiError::malformed(format!("the body broke off: {e}")))?;
+        let Ok(data) = frame.into_data() else { continue };
+        if whole.len() + data.len() > bytes_max {
+            discard(body).await;
+            return Err(too_large(bytes_max, None));
+        }
+        whole.extend_from_slice(&data);
+    }
+    Ok(whole.into())
+}
+
+async fn discard(mut body: Body) {
+    let drain = async {
+        let mut left = DISCARD_BYTES_MAX;
+        while let Some(Ok(frame)) = body.frame().await {
+            left = left.saturating_sub(frame.data_ref().map_or(0, Bytes::len));
+            if left == 0 {
+                break;
+            }
+        }
+    };
+    // Whether the rest came or not, the answer is the same.
+    let _ = tokio::time::timeout(DISCARD_TIME_MAX, drain).await;
+}
+
+fn too_large(bytes_max: usize, announced: Option<u64>) -> ApiError {
+    let size = announced.map_or_else(|| "more".into(), |bytes| format!("{bytes} bytes"));
+    ApiError::new(
+        StatusCode::PAYLOAD_TOO_LARGE,
+        "body_too_large",
+        format!("the body has {size}, but this worker takes {bytes_max} bytes at most (--max-body-bytes)"),
+    )
+}
+
+/// The body as a request.
+///
+/// # Errors
+/// 400 that says where and why: not UTF-8, not JSON, or a field of the wrong type (then `param` names it).
+pub fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, ApiError> {
+    let text = std::str::from_utf8(body)
+        .map_err(|e| ApiError::malformed(format!("the body is not UTF-8: bad byte at offset {}", e.valid_up_to())))?;
+    let mut source = serde_json::Deserializer::from_str(text);
+    let value = serde_path_to_error::deserialize(&mut source).map_err(|e| {
+        let path = e.path().to_string();
+        describe(text, e.inner(), Some(path).filter(|path| path != "."))
+    })?;
+    source.end().map_err(|e| describe(text, &e, None))?;
+    Ok(value)
+}
+
+fn describe(text: &str, error: &serde_json::Error, path: Option<String>) -> ApiError {
+    if text.trim_ascii().is_empty() {
+        return ApiError::malformed("the body is empty; send a JSON object");
+    }
+    if let Some(word) = number_that_is_none(text, error) {
+        let field = path.map(Cow::Owned);
+        let name = field.as_deref().unwrap_or("a value");
+        let message = format!("{name} is {word}, which is no JSON number ({error})");
+        return ApiError { param: field, ..ApiError::malformed(message) };
+    }
+    match path {
+        Some(path) if error.is_data() => {
+            ApiError { code: "invalid_type", message: format!("{path}: {error}"), ..ApiError::invalid(path, "") }
+        }
+        Some(path) => ApiError::malformed(format!("the body is not valid JSON near {path}: {error}")),
+        None if error.is_data() => ApiError { code: "invalid_type", ..ApiError::malformed(error.to_string()) },
+        None => ApiError::malformed(format!("the body is not valid JSON: {error}")),
+    }
+}
+
+/// Python's `json.dumps` writes NaN and Infinity, which JSON lacks; the bare syntax error would leave people guessing.
+fn number_that_is_none(text: &str, error: &serde_json::Error) -> Option<&'static str> {
+    if !error.is_syntax() {
+        return None;
+    }
+    let line = text.lines().nth(error.line().checked_sub(1)?)?;
+    let around = line.get(error.column().saturating_sub(3)..).unwrap_or("");
+    ["NaN", "Infinity"].into_iter().find(|word| {
+        // The parser stops at the word's first letter, or at a minus sign's successor.
+        around.bytes().take(3).enumerate().any(|(at, _)| around[at..].starts_with(word))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde::Deserialize;
+
+    use super::*;
+
+    #[derive(Deserialize, Debug)]
+    struct Sample {
+        #[serde(default)]
+        temperature: Option<f64>,
+    }
+
+    fn refusal(body: &[u8]) -> ApiError {
+        parse::<Sample>(body).unwrap_err()
+    }
+
+    #[test]
+    fn each_malformed_body_is_told_apart() {
+        let cases: [(&[u8], &str); 8] = [
+            (b"", "empty"),
+            (b"{", "not valid JSON"),
+            (b"[]x", "trailing characters"),
+            (b"{\"temperature\": \"hot\"}", "temperature: invalid type: string \"hot\""),
+            (b"{\"temperature\": NaN}", "temperature is NaN"),
+            (b"{\"temperature\": -Infinity}", "Infinity"),
+            (b"{\"temperature\": \xff}", "offset 16"),
+            (b"{\"temperature\": 1e999}", "number out of range"),
+        ];
+        for (body, part) in cases {
+            let error = refusal(body);
+            assert_eq!(error.status, StatusCode::BAD_REQUEST);
+            assert!(error.message.contains(part), "{:?} lacks {part:?}", error.message);
+        }
+        assert_eq!(refusal(b"{\"temperature\": \"hot\"}").param.as_deref(), Some("temperature"));
+    }
+
+    #[test]
+    fn deep_nesting_is_an_error_and_no_overflow() {
+        let body = [b"{\"x\":".as_slice(), &b"[".repeat(100_000)].concat();
+        assert!(refusal(&body).message.contains("recursion limit"));
+    }
+
+    #[test]
+    fn unknown_fields_pass() {
+        assert_eq!(parse::<Sample>(b"{\"new\": {\"a\": [1]}, \"temperature\": 0.5}").unwrap().temperature, Some(0.5));
+    }
+
+    #[tokio::test]
+    async fn a_body_over_the_limit_is_413_whether_announced_or_not() {
+        let limits = BodyLimits { bytes_max: 10, time_max: Duration::from_secs(5) };
+        let mut headers = HeaderMap::new();
+        let body = || Body::from(vec![b'x'; 11]);
+        assert_eq!(read(&headers, body(), limits).await.unwrap_err().status, StatusCode::PAYLOAD_TOO_LARGE);
+        headers.insert(header::CONTENT_LENGTH, 11.into());
+        let error = read(&headers, body(), limits).await.unwrap_err();
+        assert!(error.message.contains("11 bytes") && error.message.contains("10 bytes"), "{}", error.message);
+        assert_eq!(read(&HeaderMap::new(), Body::from("0123456789"), limits).await.unwrap().len(), 10);
+    }
+
+    #[tokio::test]
+    async fn a_body_that_stalls_is_408() {
+        let stalled = Body::from_stream(futures_util::stream::pending::<Result<Bytes, std::io::Error>>());
+        let limits = BodyLimits { bytes_max: 10, time_max: Duration::from_millis(1) };
+        assert_eq!(read(&HeaderMap::new(), stalled, limits).await.unwrap_err().status, StatusCode::REQUEST_TIMEOUT);
+    }
+}
