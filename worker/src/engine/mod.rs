@@ -12,6 +12,8 @@ mod inbox;
 mod loads;
 mod sample;
 mod thread;
+#[cfg(test)]
+pub(crate) mod toy;
 
 pub use handle::{EngineHandle, SampleStream};
 pub use inbox::EngineWaker;
