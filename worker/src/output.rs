@@ -3,6 +3,8 @@
 //! Promises: a character is never cut; a stop string never leaks, not even its beginning while it may still become one;
 //! every token is judged before another is sampled. The order of the rules: EOS, stop token ids, stop strings, length.
 
+mod model_text;
+
 use crate::request::{FinishReason, SamplingParams};
 
 /// Makes an incremental detokenizer for each sample.
