@@ -1,0 +1,26 @@
+//! Addresses for the processes of one test: a loopback address of its own, ports from the system.
+//!
+//! Two tests never share an address, and outgoing connections leave from 127.0.0.1, so a port that a killed worker
+//! left stays free until the worker is back on it.
+
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+
+/// This process's address in 127/8. Process ids below 2^22 (the kernel's limit) map to distinct addresses.
+pub fn host() -> Ipv4Addr {
+    let id = std::process::id();
+    Ipv4Addr::new(127, 64 + ((id >> 16) & 0x3f) as u8, ((id >> 8) & 0xff) as u8, (id & 0xff) as u8)
+}
+
+/// A port that was free on [`host`] a moment ago, never the same twice in a row: the system hands them out in a walk.
+pub fn free_port() -> u16 {
+    let listener = TcpListener::bind(SocketAddr::from((host(), 0))).expect("the loopback interface has a free port");
+    listener.local_addr().expect("a bound socket has an address").port()
+}
+
+/// `count` distinct free ports.
+pub fn free_ports(count: usize) -> Vec<u16> {
+    let listeners: Vec<TcpListener> = (0..count)
+        .map(|_| TcpListener::bind(SocketAddr::from((host(), 0))).expect("the loopback interface has a free port"))
+        .collect();
+    listeners.iter().map(|listener| listener.local_addr().expect("a bound socket has an address").port()).collect()
+}

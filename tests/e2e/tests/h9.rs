@@ -1,0 +1,118 @@
+//! H9: 300 requests of mixed kinds get the same answers from a split pair, two split pairs and one unsplit worker, bit
+//! for bit apart from ids, times and `cached_tokens`, whatever else runs beside them.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use tandem_e2e::compare::{first_difference, normalise};
+use tandem_e2e::corpus::{self, Feature, Question};
+use tandem_e2e::fleet::MODEL;
+use tandem_e2e::{Answer, Client, Fleet, FleetOptions};
+use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
+
+const SEED: u64 = 0x7a9d_e301;
+const QUESTIONS: usize = 300;
+/// Requests in flight: enough that steps mix prompts of many lengths with decoding.
+const IN_FLIGHT: usize = 24;
+const AT_REST_LIMIT: Duration = Duration::from_secs(10);
+
+/// The answers of one fleet in the order of the questions.
+async fn ask(client: &Client, questions: &[Question]) -> Vec<Answer> {
+    let permits = Arc::new(Semaphore::new(IN_FLIGHT));
+    let mut tasks = JoinSet::new();
+    for question in questions.iter().cloned() {
+        let (client, permits) = (client.clone(), permits.clone());
+        tasks.spawn(async move {
+            let _permit = permits.acquire_owned().await.expect("the semaphore stays open");
+            let answer = client.post(question.endpoint.path(), &question.body).await;
+            (question.index, answer.unwrap_or_else(|error| panic!("{question:?}: {error}")))
+        });
+    }
+    let answers: BTreeMap<usize, Answer> = tasks.join_all().await.into_iter().collect();
+    answers.into_values().collect()
+}
+
+async fn answers_of(test: &str, options: FleetOptions, questions: &[Question]) -> Vec<Answer> {
+    let start = Instant::now();
+    let fleet = Fleet::start(test, options).await;
+    let answers = ask(&Client::pooled(fleet.url()), questions).await;
+    fleet.until_at_rest(AT_REST_LIMIT).await;
+    println!("{test}: {} answers in {:.1?}", answers.len(), start.elapsed());
+    answers
+}
+
+/// Compares with the unsplit worker's answers and shows the first few that differ.
+fn assert_same(fleet: &str, questions: &[Question], expected: &[Answer], answers: &[Answer]) {
+    let mut different = Vec::new();
+    for ((question, expected), answer) in questions.iter().zip(expected).zip(answers) {
+        let verdict = match (normalise(expected), normalise(answer)) {
+            (Ok(expected), Ok(answer)) => first_difference(&expected, &answer),
+            (expected, answer) => Some(format!("{expected:?} or {answer:?}")),
+        };
+        different.extend(verdict.map(|difference| format!("{question:?}\n  {difference}")));
+    }
+    let shown = different.iter().take(4).map(String::as_str).collect::<Vec<_>>().join("\n");
+    assert!(different.is_empty(), "{fleet}: {} of {} answers differ:\n{shown}", different.len(), questions.len());
+}
+
+/// The corpus is worth its name only if its features happened.
+fn assert_covered(questions: &[Question], answers: &[Answer]) {
+    for (question, answer) in questions.iter().zip(answers) {
+        assert_eq!(answer.status, 200, "{question:?}: {}", answer.text());
+    }
+    let count = |feature: Feature, mark: &str| {
+        let of_feature = questions.iter().zip(answers).filter(|(question, _)| question.feature == feature);
+        of_feature.filter(|(_, answer)| answer.text().replace(' ', "").contains(mark)).count()
+    };
+    let stopped = count(Feature::StopStrings, "\"matched_stop\":\"") + count(Feature::StopStrings, "\"matched\":\"");
+    assert!(stopped >= 15, "only {stopped} answers ended at a stop string");
+    let by_token = count(Feature::StopTokens, "\"matched_stop\":") + count(Feature::StopTokens, "\"matched\":");
+    assert!(by_token >= 5, "only {by_token} answers ended at a stop token");
+    assert!(count(Feature::OneToken, "length") >= 25, "one token alone must end by length");
+    assert!(count(Feature::IgnoreEos, "length") >= 25, "ignore_eos must go on to the length");
+    let distinct: std::collections::BTreeSet<&[u8]> = answers.iter().map(|answer| answer.body.as_slice()).collect();
+    assert!(distinct.len() > QUESTIONS * 9 / 10, "the answers hardly differ among themselves");
+    for (question, answer) in
+        questions.iter().zip(answers).filter(|(question, _)| question.feature == Feature::EosFirst)
+    {
+        let text = answer.text().replace(' ', "");
+        assert!(text.contains("\"stop\""), "{question:?}: EOS as the first token must end the answer: {text}");
+    }
+}
+
+fn assert_usage_of_one_token(questions: &[Question], answers: &[Answer]) {
+    let whole = questions.iter().zip(answers).filter(|(question, _)| !question.stream);
+    for (question, answer) in whole.filter(|(question, _)| question.feature == Feature::OneToken) {
+        let body = answer.json();
+        let tokens = body.pointer("/usage/completion_tokens").or(body.pointer("/meta_info/completion_tokens"));
+        assert_eq!(tokens.and_then(Value::as_u64), Some(1), "{question:?}: {body}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn fleet_split_and_unsplit_answers_are_the_same() {
+    let questions = corpus::questions(SEED, QUESTIONS, MODEL);
+    let plain = answers_of("h9-plain", FleetOptions::plain(), &questions).await;
+    assert_covered(&questions, &plain);
+    assert_usage_of_one_token(&questions, &plain);
+    let one = FleetOptions::pd(1, 1).prefill_args("--chunked-prefill-size 64");
+    assert_same("1p1d", &questions, &plain, &answers_of("h9-1p1d", one, &questions).await);
+    let two = FleetOptions::pd(2, 2).worker_args("--threads 1");
+    assert_same("2p2d", &questions, &plain, &answers_of("h9-2p2d", two, &questions).await);
+}
+
+/// A pool so small that sequences are preempted and computed again, and ranks that differ on the two sides.
+#[tokio::test(flavor = "multi_thread")]
+async fn fleet_preemption_and_ranks_change_no_answer() {
+    let questions = corpus::questions(SEED ^ 1, 90, MODEL);
+    let plain = answers_of("h9-wide", FleetOptions::plain(), &questions).await;
+    let narrow = FleetOptions::plain().worker_args("--max-total-tokens 2048 --chunked-prefill-size 32");
+    assert_same("a narrow pool", &questions, &plain, &answers_of("h9-narrow", narrow, &questions).await);
+    let ranks = FleetOptions::pd(1, 1)
+        .prefill_args("--tp-size 2")
+        .decode_args("--max-total-tokens 2048 --num-reserved-decode-tokens 16");
+    assert_same("tp 2 to 1", &questions, &plain, &answers_of("h9-ranks", ranks, &questions).await);
+}
