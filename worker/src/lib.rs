@@ -4,14 +4,17 @@ pub mod config;
 pub mod decode_role;
 pub mod engine;
 pub mod error;
+mod host;
 pub mod http;
 pub mod kv;
 pub mod metrics;
 pub mod output;
 pub mod prefill_role;
 pub mod request;
+mod run;
 pub mod sampling;
 pub mod scheduler;
 
 pub use config::WorkerArgs;
 pub use error::StartError;
+pub use run::run;

@@ -34,10 +34,15 @@ pub fn pool_shape(model: &ModelConfig, engine: &EngineConfig) -> PoolShape {
         kv_heads: model.kv_heads as u32,
         head_dim: model.head_dim as u32,
         page_size: engine.page_size,
-        element_bytes: CpuBackend::element_bytes(math(engine.cpu_math)),
+        element_bytes: element_bytes(engine.cpu_math),
         tp: engine.tp_size,
         pages: engine.max_total_tokens / engine.page_size,
     }
+}
+
+/// Bytes of one element of the KV pool.
+pub fn element_bytes(math: CpuMath) -> u32 {
+    CpuBackend::element_bytes(self::math(math))
 }
 
 /// Name of the KV elements' type, as a handoff compares it.

@@ -1,0 +1,230 @@
+//! `tandem worker` as a library call: settings, model, engine, role, HTTP, and an orderly end.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use tandem_handoff::ids::Time;
+use tandem_model::{LoadOptions, Model};
+use tokio::{
+    net::TcpSocket,
+    runtime::{Builder, Runtime},
+    signal::unix::{Signal, SignalKind, signal},
+    sync::{Semaphore, watch},
+};
+
+use crate::{
+    backend::{
+        Backend,
+        cpu::{self, Cpu},
+    },
+    config::{
+        EngineConfig, Role, WorkerArgs,
+        check::{ModelFacts, Settings},
+    },
+    engine::{self, EngineHandle, EngineParts, EngineWaker, RoleDriver},
+    error::StartError,
+    host,
+    http::{self, App, Facts, body::BodyLimits, listen},
+    metrics::Metrics,
+};
+
+/// Threads that carry sockets; the engine and the backend have their own.
+const IO_THREADS: usize = 2;
+/// After running requests were cut, for their last events to leave.
+const CUT_GRACE: Duration = Duration::from_secs(2);
+/// For the engine thread to end.
+const ENGINE_GRACE: Duration = Duration::from_secs(5);
+
+/// Serves until SIGTERM or SIGINT.
+///
+/// # Errors
+/// What keeps the worker from starting; the message says what to do.
+pub fn run(args: WorkerArgs) -> Result<(), StartError> {
+    let settings = Settings::check(&args.merged()?, host::cores())?;
+    let runtime = Builder::new_multi_thread()
+        .worker_threads(IO_THREADS)
+        .enable_all()
+        .build()
+        .map_err(|e| StartError::Http(format!("no runtime: {e}")))?;
+    // The port comes first: that it is taken is known in a moment, the model takes minutes.
+    let socket = runtime.block_on(listen::bind(&settings.http.host, settings.http.port)).map_err(|e| {
+        let (host, port) = (&settings.http.host, settings.http.port);
+        StartError::Http(format!("cannot listen on {host}:{port}: {e}; choose another with --host and --port"))
+    })?;
+    let worker = Worker::start(settings, &runtime, &socket)?;
+    runtime.block_on(worker.serve(socket))?;
+    // Blocking tasks may still tokenize for a client that is gone.
+    runtime.shutdown_background();
+    Ok(())
+}
+
+/// A loaded worker that does not listen yet.
+struct Worker {
+    app: Arc<App>,
+    engine: EngineHandle,
+    settings: Settings,
+}
+
+impl Worker {
+    fn start(settings: Settings, runtime: &Runtime, socket: &TcpSocket) -> Result<Worker, StartError> {
+        let began = Instant::now();
+        let options = LoadOptions { show_progress: true, ..LoadOptions::default() };
+        let model = tandem_model::load(&settings.model_path, &options).map_err(|e| StartError::Model(e.to_string()))?;
+        let config = engine_config(&settings, &model)?;
+        let facts = facts(&settings, &config, &model, socket)?;
+        let Model { config: shape, weights, tokenizer, generation, .. } = model;
+        let backend = Cpu::start(&shape, weights, &config).map_err(|e| StartError::Engine(e.to_string()))?;
+        let facts = Facts { numerics: backend.numerics_id(), ..facts };
+        let metrics = Arc::new(Metrics::new(&settings.served_model_name, settings.role.engine_type()));
+        let waker = EngineWaker::new();
+        let role = start_role(&settings, runtime)?;
+        let engine = engine::spawn(EngineParts {
+            config,
+            backend: Box::new(backend),
+            text: Arc::new(tokenizer.clone()),
+            eos: generation.eos_token_ids.clone().into(),
+            role,
+            waker,
+            clock: clock(),
+        })
+        .map_err(|e| StartError::Engine(format!("no thread for the engine: {e}")))?;
+        tracing::info!(
+            model = facts.served_model_name,
+            role = facts.role.name(),
+            tokens = facts.max_total_tokens,
+            context = facts.context_length,
+            numerics = facts.numerics,
+            seconds = began.elapsed().as_secs_f32(),
+            "model loaded"
+        );
+        let app = Arc::new(App {
+            engine: Arc::new(engine.clone()),
+            tokenizer,
+            generation,
+            facts,
+            metrics,
+            body_limits: BodyLimits {
+                bytes_max: settings.http.body_bytes_max,
+                time_max: Duration::from_millis(settings.http.body_timeout_ms),
+            },
+            api_key: settings.http.api_key.clone(),
+            stopping: AtomicBool::new(false),
+            preparing: Semaphore::new(host::cores()),
+        });
+        Ok(Worker { app, engine, settings })
+    }
+
+    async fn serve(self, socket: TcpSocket) -> Result<(), StartError> {
+        let http = &self.settings.http;
+        let mut signals = Signals::new()?;
+        let listener = listen::listen(socket).map_err(|e| StartError::Http(format!("cannot listen: {e}")))?;
+        let (stop, stopped) = watch::channel(false);
+        let router = http::router(self.app.clone());
+        let mut server = listen::Server::new(router, http.header_timeout_ms, http.connections_max, stopped);
+        let facts = &self.app.facts;
+        tracing::info!("ready: http://{}:{} ({})", facts.host, facts.port, facts.role.name());
+        let signal = async {
+            let name = signals.next().await;
+            tracing::info!("{name}: stopping, running requests have {} ms", http.shutdown_grace_ms);
+            self.app.stopping.store(true, Ordering::Release);
+            let _ = stop.send(true);
+        };
+        tokio::join!(server.accept(listener), signal);
+        let grace = Duration::from_millis(http.shutdown_grace_ms);
+        let quiet = tokio::select! {
+            quiet = server.drain(grace) => quiet,
+            name = signals.next() => {
+                tracing::info!("{name} again: running requests are cut");
+                false
+            }
+        };
+        self.engine.shutdown();
+        if !quiet {
+            server.drain(CUT_GRACE).await;
+        }
+        let patience = Instant::now();
+        while self.engine.is_alive() && patience.elapsed() < ENGINE_GRACE {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        tracing::info!("stopped");
+        Ok(())
+    }
+}
+
+fn engine_config(settings: &Settings, model: &Model) -> Result<EngineConfig, StartError> {
+    let shape = &model.config;
+    let element_bytes = cpu::element_bytes(settings.cpu_math) as usize;
+    settings.engine(&ModelFacts {
+        max_positions: shape.max_positions,
+        kv_heads: shape.kv_heads,
+        heads: shape.heads,
+        bytes_per_token: shape.layers * shape.kv_heads * 2 * shape.head_dim * element_bytes,
+        available_bytes: host::available_bytes(),
+    })
+}
+
+/// All but the numerics, which the backend knows.
+fn facts(settings: &Settings, config: &EngineConfig, model: &Model, socket: &TcpSocket) -> Result<Facts, StartError> {
+    let address = socket.local_addr().map_err(|e| StartError::Http(format!("the listening address: {e}")))?;
+    Ok(Facts {
+        model_path: settings.model_path.clone(),
+        served_model_name: settings.served_model_name.clone(),
+        model_type: format!("{:?}", model.config.architecture).to_lowercase(),
+        fingerprint: model.fingerprint.to_string(),
+        host: settings.http.host.clone(),
+        port: address.port(),
+        role: settings.role,
+        bootstrap_port: settings.handoff.bootstrap_port,
+        tp_size: config.tp_size,
+        page_size: config.page_size,
+        chunked_prefill_size: config.chunked_prefill_size,
+        max_running_requests: config.max_running_requests,
+        max_total_tokens: config.max_total_tokens,
+        context_length: config.context_length,
+        num_reserved_decode_tokens: config.num_reserved_decode_tokens,
+        device: "cpu",
+        cpu_math: config.cpu_math,
+        threads: config.threads,
+        numerics: String::new(),
+        vocab_size: model.config.vocab,
+        started_unix: http::openai::unix_seconds(),
+    })
+}
+
+fn start_role(settings: &Settings, _runtime: &Runtime) -> Result<RoleDriver, StartError> {
+    match settings.role {
+        Role::Null => Ok(RoleDriver::Null),
+        role => Err(StartError::Handoff(format!("this build cannot serve the role {}", role.name()))),
+    }
+}
+
+/// Microseconds since the process began, for deadlines (H6).
+fn clock() -> Arc<dyn Fn() -> Time + Send + Sync> {
+    let began = Instant::now();
+    Arc::new(move || Time(began.elapsed().as_micros() as u64))
+}
+
+/// The orders to stop.
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    fn new() -> Result<Signals, StartError> {
+        let listen = |kind| signal(kind).map_err(|e| StartError::Http(format!("signals cannot be received: {e}")));
+        Ok(Signals { terminate: listen(SignalKind::terminate())?, interrupt: listen(SignalKind::interrupt())? })
+    }
+
+    async fn next(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.terminate.recv() => "SIGTERM",
+            _ = self.interrupt.recv() => "SIGINT",
+        }
+    }
+}
