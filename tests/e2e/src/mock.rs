@@ -2,10 +2,16 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
+use std::time::Duration;
 
-use crate::net;
+use tokio::sync::mpsc::{Receiver, Sender, channel};
+
+use crate::{net, wait};
+
+/// A sight that a test waits for comes within this.
+const SIGHT_LIMIT: Duration = Duration::from_secs(10);
+const SIGHTS_MAX: usize = 1024;
 
 /// What the mock does with a POST, after it read the whole request.
 #[derive(Clone, Debug)]
@@ -44,14 +50,14 @@ pub enum Sight {
 /// A listening mock; its threads end with the test's process.
 pub struct Mock {
     pub port: u16,
-    pub sights: Receiver<Sight>,
+    sights: Receiver<Sight>,
 }
 
 impl Mock {
     pub fn start(behaviour: Behaviour) -> Self {
         let listener = TcpListener::bind(SocketAddr::from((net::host(), 0))).expect("a free port");
         let port = listener.local_addr().expect("a bound socket").port();
-        let (seen, sights) = channel();
+        let (seen, sights) = channel(SIGHTS_MAX);
         thread::spawn(move || {
             for stream in listener.incoming().flatten() {
                 let (behaviour, seen) = (behaviour.clone(), seen.clone());
@@ -65,6 +71,12 @@ impl Mock {
     pub fn url(&self) -> String {
         format!("http://{}:{}", net::host(), self.port)
     }
+
+    /// The next thing that happened to a POST.
+    pub async fn sight(&mut self) -> Sight {
+        let sight = wait::within("the mock to see something", SIGHT_LIMIT, self.sights.recv()).await;
+        sight.expect("the mock listens as long as the test runs")
+    }
 }
 
 /// Requests of one connection, one after the other.
@@ -75,8 +87,8 @@ fn serve(mut stream: TcpStream, behaviour: &Behaviour, seen: &Sender<Sight>) -> 
             stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}")?;
             continue;
         }
-        // The test may have stopped listening.
-        let _ = seen.send(Sight::Request { path, body });
+        // The test may not be interested.
+        let _ = seen.try_send(Sight::Request { path, body });
         match behaviour {
             Behaviour::Silent => {}
             Behaviour::Raw(bytes) => stream.write_all(bytes)?,
@@ -84,11 +96,11 @@ fn serve(mut stream: TcpStream, behaviour: &Behaviour, seen: &Sender<Sight>) -> 
         }
         if !matches!(behaviour, Behaviour::Raw(_)) {
             let closed = reader.read(&mut [0])? == 0;
-            let _ = closed.then(|| seen.send(Sight::Closed));
+            let _ = closed.then(|| seen.try_send(Sight::Closed));
             return Ok(());
         }
     }
-    let _ = seen.send(Sight::Closed);
+    let _ = seen.try_send(Sight::Closed);
     Ok(())
 }
 
@@ -123,30 +135,31 @@ mod tests {
     use crate::client::Client;
     use serde_json::json;
 
-    #[tokio::test]
+    #[tokio::test(flavor = "multi_thread")]
     async fn the_mock_is_healthy_answers_and_sees() {
-        let mock = Mock::start(Behaviour::json(418, &json!({"error": {"message": "tea"}})));
+        let error = json!({"error": {"message": "tea", "type": "server_error", "param": null, "code": "teapot"}});
+        let mut mock = Mock::start(Behaviour::json(418, &error));
         let client = Client::new(mock.url());
         assert_eq!(client.get("/health").await.unwrap().status, 200);
         let answer = client.post("/generate", &json!({"text": "x"})).await.unwrap();
         assert_eq!((answer.status, answer.error_message()), (418, Some("tea".to_owned())));
-        let seen = mock.sights.recv().unwrap();
+        let seen = mock.sight().await;
         assert_eq!(seen, Sight::Request { path: "/generate".into(), body: b"{\"text\":\"x\"}".to_vec() });
     }
 
-    #[tokio::test]
+    #[tokio::test(flavor = "multi_thread")]
     async fn the_mock_streams_and_sees_a_client_leave() {
         let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n";
-        let mock = Mock::start(Behaviour::Raw(format!("{head}data: 1\n\ndata: 2\n\nda").into_bytes()));
+        let mut mock = Mock::start(Behaviour::Raw(format!("{head}data: 1\n\ndata: 2\n\nda").into_bytes()));
         let mut events = Client::new(mock.url()).stream("/generate", &json!({})).await.unwrap();
         assert_eq!(events.next().await.unwrap().as_deref(), Some("1"));
         assert_eq!(events.next().await.unwrap().as_deref(), Some("2"));
         drop(events);
-        mock.sights.recv().unwrap();
-        assert_eq!(mock.sights.recv().unwrap(), Sight::Closed);
+        mock.sight().await;
+        assert_eq!(mock.sight().await, Sight::Closed);
     }
 
-    #[tokio::test]
+    #[tokio::test(flavor = "multi_thread")]
     async fn silence_and_a_closed_connection_are_no_answers() {
         let closing = Mock::start(Behaviour::Close);
         assert!(Client::new(closing.url()).post("/generate", &json!({})).await.is_err());

@@ -44,9 +44,9 @@ fn chat(stream: bool) -> Value {
 }
 
 /// Both legs are closed soon after the client got its answer.
-fn assert_closed(mock: &Mock) {
-    assert!(matches!(mock.sights.recv_timeout(LIMIT), Ok(Sight::Request { .. })));
-    assert_eq!(mock.sights.recv_timeout(LIMIT), Ok(Sight::Closed));
+async fn assert_closed(mut mock: Mock) {
+    assert!(matches!(mock.sight().await, Sight::Request { .. }));
+    assert_eq!(mock.sight().await, Sight::Closed);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -59,8 +59,8 @@ async fn fleet_silent_workers_end_in_a_first_token_timeout() {
     assert_eq!(answer.status, 504, "{}", answer.text());
     assert!(answer.error_message().is_some(), "{}", answer.text());
     assert_eq!(answer.json()["error"]["code"], "first_token_timeout");
-    assert_closed(&prefill);
-    assert_closed(&decode);
+    assert_closed(prefill).await;
+    assert_closed(decode).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -75,7 +75,7 @@ async fn fleet_a_worker_that_falls_silent_ends_in_a_silence_timeout() {
         within("the deadline", LIMIT, client.post("/v1/chat/completions", &chat(true))).await.expect("an answer");
     assert_eq!(answer.status, 200);
     assert!(answer.text().contains("silence_timeout"), "{}", answer.text());
-    assert_closed(&decode);
+    assert_closed(decode).await;
 }
 
 /// A worker that refuses connections is the gateway's news, not the client's wait.
@@ -92,5 +92,5 @@ async fn fleet_a_worker_that_hangs_up_ends_in_its_own_code() {
         "{}",
         answer.text()
     );
-    assert_closed(&prefill);
+    assert_closed(prefill).await;
 }
