@@ -61,6 +61,7 @@ pub enum RopeScaling {
 /// Sizes beyond these are a damaged file, not a model; within them no product of two sizes overflows.
 const LAYERS_MAX: usize = 1 << 10;
 const SIZE_MAX: usize = 1 << 24;
+const HEAD_DIM_MAX: usize = 1 << 12;
 
 /// Checks what the decoder relies on; loaders call it before they look at a tensor.
 pub(crate) fn check_shape(config: &ModelConfig) -> Result<(), String> {
@@ -70,7 +71,7 @@ pub(crate) fn check_shape(config: &ModelConfig) -> Result<(), String> {
         ("intermediate size", config.intermediate, SIZE_MAX),
         ("attention heads", config.heads, SIZE_MAX),
         ("KV heads", config.kv_heads, SIZE_MAX),
-        ("head dimension", config.head_dim, SIZE_MAX),
+        ("head dimension", config.head_dim, HEAD_DIM_MAX),
         ("vocabulary", config.vocab, SIZE_MAX),
         ("positions", config.max_positions, 1 << 30),
     ];
@@ -87,6 +88,11 @@ pub(crate) fn check_shape(config: &ModelConfig) -> Result<(), String> {
     }
     if !(config.rms_eps.is_finite() && config.rms_eps >= 0.0) {
         return Err(format!("rms_norm_eps is {}", config.rms_eps));
+    }
+    let sound = |number: &f32| number.is_finite() && *number > 0.0;
+    let frequencies = config.rope.inverse_frequencies(config.head_dim);
+    if !(frequencies.iter().all(sound) && sound(&config.rope.attention_scale())) {
+        return Err(format!("its RoPE gives no finite frequencies: {:?}", config.rope));
     }
     Ok(())
 }

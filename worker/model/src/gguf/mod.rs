@@ -108,7 +108,8 @@ impl TensorSource for Source<'_> {
             Part::Bias => (info.cols, info.range.len() / info.cols),
         };
         // Another shape is left as it is, and refused by the check that follows.
-        let data = match self.paired_heads(role).filter(|heads| heads * head_dim == outputs) {
+        let whole = |heads: &usize| heads * head_dim == outputs && output_bytes > 0;
+        let data = match self.paired_heads(role).filter(whole) {
             Some(_) => {
                 let stored = &self.map.bytes()[info.range.clone()];
                 TensorData::Owned(halves_from_pairs(stored, head_dim, output_bytes))

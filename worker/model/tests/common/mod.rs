@@ -10,6 +10,7 @@ use tandem_model::{
 
 pub const GOLDEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden/data");
 
+#[allow(dead_code, reason = "each test file compiles this module and uses a part of it")]
 pub enum Meta {
     U32(u32),
     F32(f32),
