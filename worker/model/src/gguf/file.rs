@@ -181,14 +181,14 @@ impl<'a> RawTensor<'a> {
         if rows == 0 || cols == 0 {
             return Err(format!("dimensions {:?} hold nothing", self.dimensions));
         }
-        if cols % block as u64 != 0 {
+        if !cols.is_multiple_of(block as u64) {
             return Err(format!("rows of {cols} elements are no whole number of {dtype:?} blocks of {block}"));
         }
         let bytes = (cols / block as u64)
             .checked_mul(block_bytes as u64)
             .and_then(|row| row.checked_mul(rows))
             .ok_or_else(absurd)?;
-        if self.offset % alignment != 0 {
+        if !self.offset.is_multiple_of(alignment) {
             return Err(format!("offset {} is not aligned to {alignment}", self.offset));
         }
         let start = data.checked_add(self.offset);
