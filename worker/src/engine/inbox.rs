@@ -152,7 +152,8 @@ impl Inbox {
         self.post(|mail| mail.shutdown = true);
     }
 
-    /// Takes what came. With `patience` it waits that long for something to come.
+    /// Takes what came. With `patience` it waits that long for something to come. Nothing is accepted after a shutdown
+    /// was taken.
     pub fn take(&self, patience: Option<Duration>) -> Mail {
         let mut state = self.lock();
         if let Some(patience) = patience {
@@ -161,6 +162,7 @@ impl Inbox {
         }
         let mail = std::mem::take(&mut state.mail);
         state.waiting += mail.submissions.len();
+        state.closed |= mail.shutdown;
         mail
     }
 

@@ -44,7 +44,7 @@ impl Core {
 
     /// Takes a sample in, or refuses it by its first and last event.
     pub(super) fn accept(&mut self, now: Time, submission: Submission) {
-        let Submission { id, request, events } = submission;
+        let Submission { id, mut request, events } = submission;
         if let Err(message) = self.admissible(&request) {
             self.totals.failed += 1;
             let error = SampleError { kind: SampleErrorKind::BadRequest, message };
@@ -55,11 +55,11 @@ impl Core {
         let room = self.scheduler.tokens_max() - request.prompt.len();
         let max_tokens = request.sampling.max_tokens.min(room as u32);
         let tokens_max = request.prompt.len() + max_tokens as usize;
-        // D does not compute the prompt; its logprobs stay on P's leg.
-        let rows_from = match self.role {
-            RoleDriver::Decode(_) => None,
-            _ => Sample::prompt_rows_from(&request),
-        };
+        if matches!(self.role, RoleDriver::Decode(_)) {
+            // D does not compute the prompt; its logprobs stay on P's leg.
+            request.logprobs.prompt_from = None;
+        }
+        let rows_from = Sample::prompt_rows_from(&request);
         let mut sequence = Sequence::new(id, &request.prompt, tokens_max, rows_from);
         sequence.ticket = request.ticket.clone();
         let sampler = SamplerState::new(&request.sampling, request.sample_index, &request.prompt, &self.eos);
