@@ -1,1 +1,64 @@
-//! Placeholder.
+//! The gateway: one entry point in front of prefill and decode workers, or of plain ones. Pingora is its server; what to do
+//! is decided in pure modules, done in thin drivers beside them. A request passes the rooms in this order:
+//!
+//! | room | what it does | kind |
+//! |---|---|---|
+//! | `proxy` | reads a request off a client's connection, checks it, reads its body | I/O |
+//! | `request` | finds what must be known of the body, splices the bootstrap fields into it | pure |
+//! | `fleet`, `pair` | picks a worker per side | state, pure |
+//! | `ticket` | mints rooms | pure |
+//! | `drive` | opens both connections, waits for what happens | I/O |
+//! | `exchange` | decides about each thing that happens: one exchange, one outcome | pure |
+//! | `legs`, `http1` | one connection that carries one request and its answer | I/O, pure |
+//! | `stream` | judges the answer while it passes | pure |
+//! | `reply`, `error` | what the gateway itself has to say | I/O, pure |
+//!
+//! Beside the path: `probe` asks workers how they do, `admin` answers operators, `metrics` counts, `server` listens and
+//! stops, `config` holds the settings.
+
+mod admin;
+mod config;
+mod drive;
+mod error;
+mod exchange;
+mod fleet;
+mod gateway;
+mod http1;
+mod legs;
+mod metrics;
+mod pair;
+mod probe;
+mod proxy;
+mod reply;
+mod request;
+mod server;
+mod stream;
+mod ticket;
+
+pub use config::{Config, GatewayArgs};
+pub use error::StartError;
+pub use pair::Policy;
+pub use server::{Addresses, How, Stop, serve};
+
+/// Runs a gateway until SIGTERM, SIGQUIT (running exchanges may end) or SIGINT (at once). Blocks; call it from a thread
+/// without an async runtime, since pingora brings its own.
+pub fn run(args: GatewayArgs) -> Result<(), StartError> {
+    let config = args.merged()?.checked()?;
+    start_logging(&config.log_level)?;
+    serve(config, Stop::Signals, |addresses| {
+        println!(
+            "tandem gateway listens on http://{}, metrics on http://{}/metrics",
+            addresses.data, addresses.metrics
+        );
+    })
+}
+
+/// Logs go to stderr; a subscriber that the process has already stays.
+fn start_logging(level: &str) -> Result<(), StartError> {
+    let filter =
+        if level.contains(['=', ',']) { level.to_owned() } else { format!("{level},pingora_core=warn,pingora=warn") };
+    let filter = tracing_subscriber::EnvFilter::try_new(&filter)
+        .map_err(|e| StartError::Config(format!("--log-level {level:?}: {e}")))?;
+    let _ = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).try_init();
+    Ok(())
+}

@@ -1,0 +1,168 @@
+//! Everything that is not a prompt: liveness, readiness, the list of workers, and questions passed on to workers.
+
+use bytes::Bytes;
+use futures_util::future::join_all;
+use http::{HeaderMap, Method};
+use pingora::protocols::http::ServerSession;
+use serde_json::{Value, json};
+
+use crate::config::Role;
+use crate::error::{Failure, Side};
+use crate::fleet::Worker;
+use crate::gateway::Gateway;
+use crate::probe::reported_tokens;
+use crate::reply::{self, Done};
+
+/// Bytes of a passed-on answer at most.
+const ANSWER_BYTES_MAX: usize = 16 << 20;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Route {
+    Health,
+    Readiness,
+    Workers,
+    Loads,
+    /// Asked of the first worker that answers, by the first of these paths that it has.
+    Passed(&'static [&'static str]),
+    FlushCache,
+    AbortRequest,
+}
+
+/// Path, method, route; `true` for those that need no key.
+const ROUTES: [(&str, Method, Route, bool); 12] = [
+    ("/health", Method::GET, Route::Health, true),
+    ("/liveness", Method::GET, Route::Health, true),
+    ("/readiness", Method::GET, Route::Readiness, true),
+    ("/v1/models", Method::GET, Route::Passed(&["/v1/models"]), true),
+    ("/get_server_info", Method::GET, Route::Passed(&["/get_server_info", "/server_info"]), true),
+    ("/server_info", Method::GET, Route::Passed(&["/server_info", "/get_server_info"]), true),
+    ("/get_model_info", Method::GET, Route::Passed(&["/get_model_info", "/model_info"]), true),
+    ("/model_info", Method::GET, Route::Passed(&["/model_info", "/get_model_info"]), true),
+    ("/workers", Method::GET, Route::Workers, false),
+    ("/get_loads", Method::GET, Route::Loads, false),
+    ("/flush_cache", Method::POST, Route::FlushCache, false),
+    ("/abort_request", Method::POST, Route::AbortRequest, false),
+];
+
+/// A known path: its name as a constant, the method it takes, what it does, whether it is open to all.
+pub fn route(path: &str) -> Option<&'static (&'static str, Method, Route, bool)> {
+    static TABLE: &[(&str, Method, Route, bool)] = &ROUTES;
+    TABLE.iter().find(|(known, ..)| *known == path)
+}
+
+pub async fn answer(gateway: &Gateway, session: &mut ServerSession, route: Route, body: Bytes) -> Done {
+    match route {
+        Route::Health => reply::text(session, 200, "text/plain", "OK").await,
+        Route::Readiness => readiness(gateway, session).await,
+        Route::Workers => reply::json(session, 200, &workers(gateway)).await,
+        Route::Loads => reply::json(session, 200, &loads(gateway).await).await,
+        Route::Passed(paths) => passed(gateway, session, paths).await,
+        Route::FlushCache => fan_out(gateway, session, "/flush_cache", Bytes::new()).await,
+        Route::AbortRequest => fan_out(gateway, session, "/abort_request", body).await,
+    }
+}
+
+async fn readiness(gateway: &Gateway, session: &mut ServerSession) -> Done {
+    let fleet = &gateway.fleet;
+    let draining = gateway.draining.load(std::sync::atomic::Ordering::Relaxed);
+    let healthy = fleet.workers.iter().filter(|w| w.is_healthy()).count();
+    if fleet.is_ready() && !draining {
+        let value = json!({"status": "ready", "healthy_workers": healthy, "total_workers": fleet.workers.len()});
+        return reply::json(session, 200, &value).await;
+    }
+    let reason = if draining { "shutting down" } else { "insufficient healthy workers" };
+    let unwell: Vec<Value> = fleet.workers.iter().filter(|w| !w.is_healthy()).map(|w| unwell(w)).collect();
+    let value = json!({
+        "status": "not ready", "reason": reason, "healthy_workers": healthy,
+        "total_workers": fleet.workers.len(), "unhealthy": unwell,
+    });
+    reply::json(session, 503, &value).await
+}
+
+fn unwell(worker: &Worker) -> Value {
+    json!({"url": worker.url(), "worker_type": worker.spec.role.worker_type(), "reason": worker.health().reason()})
+}
+
+fn workers(gateway: &Gateway) -> Value {
+    let describe = |worker: &Worker| {
+        json!({
+            "id": worker.url(),
+            "url": worker.url(),
+            "worker_type": worker.spec.role.worker_type(),
+            "is_healthy": worker.is_healthy(),
+            "health": worker.health().reason(),
+            "load": worker.legs(),
+            "reported_tokens": worker.load().tokens,
+            "connection_mode": "http",
+            "bootstrap_port": worker.bootstrap_port(),
+        })
+    };
+    let all: Vec<Value> = gateway.fleet.workers.iter().map(|w| describe(w)).collect();
+    let count = |role| gateway.fleet.workers.iter().filter(|w| w.spec.role == role).count();
+    let stats = json!({
+        "prefill_count": count(Role::Prefill), "decode_count": count(Role::Decode), "regular_count": count(Role::Plain),
+    });
+    json!({"workers": all, "total": gateway.fleet.workers.len(), "stats": stats})
+}
+
+async fn loads(gateway: &Gateway) -> Value {
+    let ask = async |worker: &Worker| {
+        let answer = gateway.prober.json(worker, &["/v1/loads", "/get_load"]).await;
+        let load = answer.as_ref().and_then(reported_tokens).map_or(-1, |tokens| tokens as i64);
+        json!({"worker": worker.url(), "load": load})
+    };
+    json!({"workers": join_all(gateway.fleet.workers.iter().map(|w| ask(w))).await})
+}
+
+/// Asks one worker, healthy ones first and prefill before decode, and hands its answer on.
+async fn passed(gateway: &Gateway, session: &mut ServerSession, paths: &[&str]) -> Done {
+    let fleet = &gateway.fleet;
+    let mut order: Vec<_> = fleet.side(Side::Prefill).chain(fleet.side(Side::Decode)).collect();
+    order.sort_by_key(|w| !w.is_healthy());
+    let mut refusal = None;
+    for worker in order {
+        for path in paths {
+            let Ok(answer) = gateway.prober.ask(Method::GET, worker, path).send().await else { break };
+            let status = answer.status();
+            let Ok(body) = answer.bytes().await else { break };
+            if body.len() > ANSWER_BYTES_MAX {
+                break;
+            }
+            if status.is_success() {
+                return reply::whole(session, status.as_u16(), "application/json", HeaderMap::new(), body).await;
+            }
+            refusal = Some(Failure::refused(Side::Prefill, status.as_u16(), body, None));
+        }
+    }
+    let failure = refusal.unwrap_or_else(|| Failure::no_worker("", "no worker could be asked"));
+    reply::failure(session, &failure).await
+}
+
+/// Posts to all workers; 200 when all took it, 206 when some did, 502 when none did.
+async fn fan_out(gateway: &Gateway, session: &mut ServerSession, path: &'static str, body: Bytes) -> Done {
+    let ask = async |worker: &Worker| {
+        let request = gateway.prober.ask(Method::POST, worker, path).header("content-type", "application/json");
+        let outcome = match request.body(body.clone()).send().await {
+            Ok(answer) if answer.status().is_success() => Ok(()),
+            Ok(answer) => Err(format!("it answered {}", answer.status().as_u16())),
+            Err(error) => Err(format!("it could not be asked: {error}")),
+        };
+        (worker.url().to_owned(), outcome)
+    };
+    let outcomes = join_all(gateway.fleet.workers.iter().map(|w| ask(w))).await;
+    let total = outcomes.len();
+    let (good, bad): (Vec<_>, Vec<_>) = outcomes.into_iter().partition(|(_, outcome)| outcome.is_ok());
+    let successful: Vec<String> = good.into_iter().map(|(url, _)| url).collect();
+    let failed: Vec<Value> = bad.iter().map(|(url, why)| json!({"worker": url, "error": why.as_ref().err()})).collect();
+    let (status, word) = match (successful.len(), failed.len()) {
+        (_, 0) => (200, "success"),
+        (0, _) => (502, "failed"),
+        _ => (206, "partial_success"),
+    };
+    let message = format!("{path}: {} of {total} workers", successful.len());
+    let value = json!({
+        "status": word, "message": message, "workers_flushed": successful.len(), "total_http_workers": total,
+        "total_workers": total, "successful": successful, "failed": failed,
+    });
+    reply::json(session, status, &value).await
+}

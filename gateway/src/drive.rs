@@ -1,0 +1,460 @@
+//! Carries one request through: picks a pair, opens both connections, sends both legs, and does what the machine of
+//! [`crate::exchange`] says about each thing that happens. All waiting is here, all deciding is there.
+//!
+//! Nothing is sent to either worker before both connections stand, so a worker that cannot be reached costs nobody
+//! anything, and another pair may be tried. The client is watched from the first byte of a leg to the last byte of the
+//! answer; its leaving closes both legs.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use http::HeaderMap;
+use pingora::http::ResponseHeader;
+use pingora::protocols::http::ServerSession;
+use tokio::time::{sleep_until, timeout};
+
+use crate::error::{Failure, Side};
+use crate::exchange::{Action, Deadline, Exchange, Fact, Plan};
+use crate::fleet::Worker;
+use crate::gateway::Gateway;
+use crate::http1::{ResponseHead, request_head};
+use crate::legs::{Leg, LegEvent, Line};
+use crate::reply::{self, Done};
+use crate::request::{Endpoint, Scanned};
+use crate::stream::{Answer, Meaning};
+use crate::ticket;
+
+/// How long an accused D waits for P's word about the root cause.
+const VERDICT_WAIT: Duration = Duration::from_millis(50);
+/// A worker may take this long to end an answer whose last event was seen, for its connection to be kept.
+const TIDY_WAIT: Duration = Duration::from_secs(1);
+
+/// A request as it arrived.
+pub struct Request {
+    pub endpoint: Endpoint,
+    pub headers: HeaderMap,
+    pub scanned: Scanned,
+    pub arrived: Instant,
+}
+
+/// Answers the client, whatever happens.
+pub async fn run(gateway: &Gateway, session: &mut ServerSession, request: &Request) -> Done {
+    gateway.metrics.routed(request.endpoint, gateway.fleet.split, request.scanned.stream);
+    let mut stale = false;
+    loop {
+        let opened = tokio::select! {
+            opened = open(gateway, request, stale) => opened,
+            _ = session.read_body_or_idle(true) => return left(gateway),
+        };
+        let legs = match opened {
+            Ok(legs) => legs,
+            Err(failure) => return reply::failure(session, &failure).await,
+        };
+        let end = Run::new(gateway, request, legs, !stale).to_end(session).await;
+        match end {
+            End::Done(done) => return done,
+            End::StartOver(failure) => {
+                tracing::debug!(failure = failure.message, "a reused connection was dead, starting over");
+                gateway.metrics.retried(request.endpoint);
+                stale = true;
+            }
+        }
+    }
+}
+
+fn left(gateway: &Gateway) -> Done {
+    gateway.metrics.clients_gone.inc();
+    Done::broken(499, "client_gone")
+}
+
+struct Legs {
+    prefill: Option<Leg>,
+    decode: Leg,
+}
+
+/// Picks pairs until both connections of one stand. `fresh`: none from the pool.
+async fn open(gateway: &Gateway, request: &Request, fresh: bool) -> Result<Legs, Failure> {
+    let mut unreachable: Vec<Arc<Worker>> = Vec::new();
+    let mut last_error: Option<(Side, String)> = None;
+    for attempt in 0..=gateway.config.retries_max {
+        if attempt > 0 {
+            gateway.metrics.retried(request.endpoint);
+        }
+        let prefill = match gateway.fleet.split {
+            true => Some(pick(gateway, Side::Prefill, &unreachable, &last_error).await?),
+            false => None,
+        };
+        let decode = pick(gateway, Side::Decode, &unreachable, &last_error).await?;
+        let open_prefill = async {
+            match &prefill {
+                Some(worker) => gateway.connector.open(worker, fresh).await.map(Some),
+                None => Ok(None),
+            }
+        };
+        match tokio::join!(open_prefill, gateway.connector.open(&decode, fresh)) {
+            (Ok(prefill_line), Ok(decode_line)) => {
+                let prefill = prefill.zip(prefill_line);
+                return Ok(legs(request, prefill, (decode, decode_line)));
+            }
+            (Err(why), _) => {
+                last_error = Some((Side::Prefill, why));
+                unreachable.extend(prefill);
+            }
+            (_, Err(why)) => {
+                last_error = Some((Side::Decode, why));
+                unreachable.push(decode);
+            }
+        }
+    }
+    let (side, why) = last_error.unwrap_or((Side::Decode, "no attempt was made".into()));
+    Err(Failure::no_worker(gateway.fleet.side_name(side), &why))
+}
+
+/// A worker for one side. Where none may serve, the side's workers are asked once more before the client is turned away.
+async fn pick(
+    gateway: &Gateway,
+    side: Side,
+    unreachable: &[Arc<Worker>],
+    last_error: &Option<(Side, String)>,
+) -> Result<Arc<Worker>, Failure> {
+    let mut picked = gateway.fleet.pick(side, unreachable);
+    if picked.is_err() && last_error.is_none() {
+        gateway.prober.look_again(side).await;
+        picked = gateway.fleet.pick(side, unreachable);
+    }
+    match picked {
+        Ok(worker) => {
+            gateway.metrics.picked(&gateway.fleet, side);
+            Ok(worker)
+        }
+        Err(reasons) => {
+            let why = last_error.as_ref().filter(|(s, _)| *s == side).map_or(reasons, |(_, why)| why.clone());
+            Err(Failure::no_worker(gateway.fleet.side_name(side), &why))
+        }
+    }
+}
+
+/// New rooms, the bodies, and both legs, ready to be sent.
+fn legs(request: &Request, prefill: Option<(Arc<Worker>, Line)>, decode: (Arc<Worker>, Line)) -> Legs {
+    let body = match &prefill {
+        None => request.scanned.plain(),
+        Some((worker, _)) => {
+            let samples = request.scanned.samples;
+            let rooms = ticket::mint(samples, &mut rand::rng());
+            request.scanned.splice(&ticket::fields(&worker.spec.host, worker.bootstrap_port(), samples, &rooms))
+        }
+    };
+    let leg = |side, (worker, line): (Arc<Worker>, Line)| {
+        let head = request_head(request.endpoint.path(), &worker.authority, &request.headers, body.len());
+        Leg::new(side, &worker, line, head, body.clone())
+    };
+    Legs { prefill: prefill.map(|p| leg(Side::Prefill, p)), decode: leg(Side::Decode, decode) }
+}
+
+enum End {
+    Done(Done),
+    StartOver(Failure),
+}
+
+/// What woke the exchange.
+enum Wake {
+    Prefill(LegEvent),
+    Decode(LegEvent),
+    ClientGone,
+    Deadline,
+}
+
+/// One attempt in progress.
+struct Run<'a> {
+    gateway: &'a Gateway,
+    request: &'a Request,
+    machine: Exchange,
+    prefill: Option<Leg>,
+    prefill_answer: Option<Answer>,
+    decode: Option<Leg>,
+    decode_answer: Option<Answer>,
+    decode_head: Option<ResponseHead>,
+    /// Status of the head that went to the client.
+    opened: Option<u16>,
+    token_seen: bool,
+    last_piece: Instant,
+    verdict_at: Option<Instant>,
+}
+
+impl<'a> Run<'a> {
+    fn new(gateway: &'a Gateway, request: &'a Request, legs: Legs, may_retry: bool) -> Self {
+        let plan = Plan { split: legs.prefill.is_some(), samples: request.scanned.samples.count(), may_retry };
+        Run {
+            gateway,
+            request,
+            machine: Exchange::new(plan),
+            prefill: legs.prefill,
+            prefill_answer: None,
+            decode: Some(legs.decode),
+            decode_answer: None,
+            decode_head: None,
+            opened: None,
+            token_seen: false,
+            last_piece: Instant::now(),
+            verdict_at: None,
+        }
+    }
+
+    async fn to_end(mut self, session: &mut ServerSession) -> End {
+        loop {
+            let wake = self.wait(session).await;
+            if let Some(end) = self.handle(session, wake).await {
+                return end;
+            }
+        }
+    }
+
+    /// Waits for the next thing. Each source is cancel-safe. P comes before D, since P's failure is the root cause.
+    async fn wait(&mut self, session: &mut ServerSession) -> Wake {
+        let (deadline, _) = self.next_deadline();
+        if Instant::now() >= deadline {
+            return Wake::Deadline;
+        }
+        tokio::select! {
+            biased;
+            _ = session.read_body_or_idle(true) => Wake::ClientGone,
+            event = next_of(&mut self.prefill) => Wake::Prefill(event),
+            event = next_of(&mut self.decode) => Wake::Decode(event),
+            _ = sleep_until(deadline.into()) => Wake::Deadline,
+        }
+    }
+
+    fn next_deadline(&self) -> (Instant, Deadline) {
+        let limits = &self.gateway.config.deadlines;
+        let mut next = (self.request.arrived + limits.whole, Deadline::Whole);
+        let streams = self.request.scanned.stream;
+        let candidates = [
+            (streams && !self.token_seen).then(|| (self.request.arrived + limits.first_token, Deadline::FirstToken)),
+            (streams && self.token_seen).then(|| (self.last_piece + limits.silence, Deadline::Silence)),
+            self.verdict_at.map(|at| (at, Deadline::Verdict)),
+        ];
+        for candidate in candidates.into_iter().flatten() {
+            if candidate.0 < next.0 {
+                next = candidate;
+            }
+        }
+        next
+    }
+
+    async fn handle(&mut self, session: &mut ServerSession, wake: Wake) -> Option<End> {
+        let fact = match wake {
+            Wake::ClientGone => Fact::ClientGone,
+            Wake::Deadline => Fact::TimedOut(self.next_deadline().1),
+            Wake::Prefill(event) => self.on_prefill(event)?,
+            Wake::Decode(event) => {
+                let (forward, meaning) = self.on_decode(event);
+                if meaning == Meaning::Token {
+                    self.token_seen = true;
+                    self.act(session, Fact::DecodeToken).await;
+                }
+                let last = meaning == Meaning::Complete;
+                if (!forward.is_empty() || (last && self.opened.is_none()))
+                    && let Err(gone) = self.forward(session, forward, last).await
+                {
+                    return self.act(session, gone).await;
+                }
+                match meaning {
+                    Meaning::Complete => Fact::DecodeEnded,
+                    Meaning::Failed(failure) => {
+                        self.gateway.metrics.leg_failed(Side::Decode, &failure);
+                        Fact::DecodeFailed(failure)
+                    }
+                    Meaning::None | Meaning::Token => return None,
+                }
+            }
+        };
+        self.act(session, fact).await
+    }
+
+    /// P's bytes go nowhere; they are only judged.
+    fn on_prefill(&mut self, event: LegEvent) -> Option<Fact> {
+        let meaning = match event {
+            LegEvent::Head(head) => {
+                let worker = self.prefill.as_ref().map_or("", |leg| leg.worker().url());
+                self.prefill_answer = Some(Answer::new(Side::Prefill, worker, &head));
+                return None;
+            }
+            LegEvent::Data(data) => self.prefill_answer.as_mut()?.push(data).meaning,
+            LegEvent::End { clean } => self.prefill_answer.as_mut()?.end(clean).meaning,
+            LegEvent::Broken(failure) => Meaning::Failed(failure),
+        };
+        match meaning {
+            Meaning::Complete => {
+                if let Some(leg) = self.prefill.take() {
+                    tidy(leg);
+                }
+                Some(Fact::PrefillEnded)
+            }
+            Meaning::Failed(failure) => {
+                self.gateway.metrics.leg_failed(Side::Prefill, &failure);
+                self.prefill = None;
+                Some(Fact::PrefillFailed(failure))
+            }
+            Meaning::None | Meaning::Token => None,
+        }
+    }
+
+    fn on_decode(&mut self, event: LegEvent) -> (Bytes, Meaning) {
+        self.last_piece = Instant::now();
+        let step = match event {
+            LegEvent::Head(head) => {
+                let worker = self.decode.as_ref().map_or("", |leg| leg.worker().url());
+                self.decode_answer = Some(Answer::new(Side::Decode, worker, &head));
+                self.decode_head = Some(head);
+                return (Bytes::new(), Meaning::None);
+            }
+            LegEvent::Broken(failure) => return (Bytes::new(), Meaning::Failed(failure)),
+            LegEvent::Data(data) => self.decode_answer.as_mut().map(|a| a.push(data)),
+            LegEvent::End { clean } => self.decode_answer.as_mut().map(|a| a.end(clean)),
+        };
+        step.map_or((Bytes::new(), Meaning::None), |step| (step.forward, step.meaning))
+    }
+
+    /// Sends a piece of D's answer, its head first. `Err`: the client takes nothing any more.
+    async fn forward(&mut self, session: &mut ServerSession, piece: Bytes, last: bool) -> Result<(), Fact> {
+        let limit = self.gateway.config.deadlines.client_write;
+        let gone = |_| Fact::ClientGone;
+        if self.opened.is_none() {
+            let whole = last.then_some(piece.len());
+            let head = self.client_head(whole);
+            self.opened = Some(head.status.as_u16());
+            self.machine.on(Fact::AnswerOpened);
+            self.gateway.metrics.first_byte(self.request.endpoint, self.request.arrived.elapsed().as_secs_f64());
+            timeout(limit, session.write_response_header(Box::new(head)))
+                .await
+                .map_err(gone)?
+                .map_err(|_| Fact::ClientGone)?;
+        }
+        timeout(limit, session.write_response_body(piece, last)).await.map_err(gone)?.map_err(|_| Fact::ClientGone)?;
+        // The time a slow client takes is not D's silence.
+        self.last_piece = Instant::now();
+        Ok(())
+    }
+
+    /// D's status and headers; the framing is ours.
+    fn client_head(&self, whole: Option<usize>) -> ResponseHeader {
+        let status = self.decode_head.as_ref().map_or(200, |h| h.status);
+        let mut head = ResponseHeader::build(status, None).expect("a parsed status is one");
+        let headers = self.decode_head.iter().flat_map(|h| &h.headers);
+        for (name, value) in headers {
+            head.append_header(name.clone(), value.clone()).expect("a parsed header is one");
+        }
+        let framed = match whole {
+            Some(length) => head.insert_header(http::header::CONTENT_LENGTH, length),
+            None => head.insert_header(http::header::TRANSFER_ENCODING, "chunked"),
+        };
+        framed.expect("both are headers");
+        head
+    }
+
+    async fn act(&mut self, session: &mut ServerSession, fact: Fact) -> Option<End> {
+        let mut end = None;
+        for action in self.machine.on(fact) {
+            match action {
+                Action::Cancel(Side::Prefill) => self.prefill = None,
+                Action::Cancel(Side::Decode) => self.decode = None,
+                Action::DetachPrefill => self.detach_prefill(),
+                Action::AwaitVerdict => self.verdict_at = Some(Instant::now() + VERDICT_WAIT),
+                Action::CountLatePrefillFailure(failure) => {
+                    tracing::warn!(failure = failure.message, "prefill failed after decode had committed");
+                    self.gateway.metrics.late_prefill_failures.inc();
+                }
+                Action::StartOver(failure) => end = Some(End::StartOver(failure)),
+                Action::Leave => end = Some(End::Done(left(self.gateway))),
+                Action::Finish => {
+                    if let Some(leg) = self.decode.take() {
+                        tidy(leg);
+                    }
+                    end = Some(End::Done(Done::ok(self.opened.unwrap_or(200))));
+                }
+                Action::Answer(failure) => {
+                    // Both connections are closed before the client hears of it.
+                    self.decode = None;
+                    self.prefill = None;
+                    log_failure(&failure);
+                    end = Some(End::Done(reply::failure(session, &failure).await));
+                }
+                Action::BreakOff(failure) => {
+                    self.decode = None;
+                    self.prefill = None;
+                    log_failure(&failure);
+                    end = Some(End::Done(self.break_off(session, &failure).await));
+                }
+            }
+        }
+        end
+    }
+
+    /// P goes on without the client; its leg counts until it really ended.
+    fn detach_prefill(&mut self) {
+        let (Some(leg), answer) = (self.prefill.take(), self.prefill_answer.take()) else { return };
+        let deadline = self.request.arrived + self.gateway.config.deadlines.whole;
+        let late = self.gateway.metrics.late_prefill_failures.clone();
+        tokio::spawn(async move {
+            if let Ok(false) = timeout(deadline.saturating_duration_since(Instant::now()), drain(leg, answer)).await {
+                late.inc();
+            }
+        });
+    }
+
+    /// Bytes were sent already: a stream of events ends with one that tells what happened, anything else by a cut
+    /// connection, which a client sees as an incomplete body.
+    async fn break_off(&mut self, session: &mut ServerSession, failure: &Failure) -> Done {
+        let events = self.decode_head.as_ref().is_some_and(ResponseHead::is_event_stream);
+        let status = self.opened.unwrap_or(200);
+        if !events {
+            return Done::broken(status, failure.code);
+        }
+        let limit = self.gateway.config.deadlines.client_write;
+        let said = timeout(limit, session.write_response_body(failure.event(), true)).await;
+        Done { status, code: failure.code, whole: matches!(said, Ok(Ok(()))) }
+    }
+}
+
+fn log_failure(failure: &Failure) {
+    if failure.status >= 500 {
+        tracing::warn!(code = failure.code, status = failure.status, message = failure.message, "request failed");
+    }
+}
+
+async fn next_of(leg: &mut Option<Leg>) -> LegEvent {
+    match leg {
+        Some(leg) => leg.next().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Reads a leg whose answer is complete to its framing's end and keeps the connection, if that comes soon.
+fn tidy(leg: Leg) {
+    tokio::spawn(async move {
+        let _ = timeout(TIDY_WAIT, drain(leg, None)).await;
+    });
+}
+
+/// Reads a leg to its end and gives the connection back; false when it failed.
+async fn drain(mut leg: Leg, mut answer: Option<Answer>) -> bool {
+    loop {
+        let meaning = match leg.next().await {
+            LegEvent::Head(head) => {
+                answer = Some(Answer::new(Side::Prefill, leg.worker().url(), &head));
+                Meaning::None
+            }
+            LegEvent::Data(data) => answer.as_mut().map_or(Meaning::None, |a| a.push(data).meaning),
+            LegEvent::End { clean } => {
+                let meaning = answer.as_mut().map_or(Meaning::Complete, |a| a.end(clean).meaning);
+                leg.release();
+                return !matches!(meaning, Meaning::Failed(_));
+            }
+            LegEvent::Broken(_) => return false,
+        };
+        if matches!(meaning, Meaning::Failed(_)) {
+            return false;
+        }
+    }
+}

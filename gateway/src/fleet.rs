@@ -1,0 +1,319 @@
+//! The workers: where they are, how they do, how busy they are, and picking one. Facts come from probes and from real
+//! traffic; a pick is a policy's choice among those that may serve.
+
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
+
+use crate::config::{Config, Role, WorkerSpec};
+use crate::error::Side;
+use crate::legs::Idle;
+use crate::pair::{self, Load, Policy};
+
+/// Probes in a row without an answer before a silent worker is suspected. Slow is not dead.
+const MISSES_MAX: u32 = 3;
+/// A rough size of a token in a request's body, for what was sent since the last report.
+const BODY_BYTES_PER_TOKEN: u64 = 4;
+
+/// How a worker does.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Health {
+    /// Not reached yet.
+    Unknown,
+    Healthy,
+    /// It could not be reached; tried only where nobody healthy is left, so that it serves again as soon as it is back.
+    Suspect(String),
+    /// It is there and says that it is not ready.
+    NotReady(String),
+    /// Its role is not the one it was configured with; it is never used.
+    WrongRole(String),
+}
+
+impl Health {
+    /// Why it is not used.
+    pub fn reason(&self) -> &str {
+        match self {
+            Health::Unknown => "not reached yet",
+            Health::Healthy => "healthy",
+            Health::Suspect(why) | Health::NotReady(why) | Health::WrongRole(why) => why,
+        }
+    }
+}
+
+/// One worker, for as long as it is configured.
+#[derive(Debug)]
+pub struct Worker {
+    pub spec: WorkerSpec,
+    /// `host:port`, for the Host header.
+    pub authority: String,
+    /// Connections that wait for their next request.
+    pub idle: Idle,
+    /// Asked once after each time the worker came up, since a new process may have a new role.
+    pub introduced: AtomicBool,
+    health: Mutex<Health>,
+    misses: AtomicU32,
+    /// Learnt from the worker where it was not configured; 0 is unknown.
+    learnt_bootstrap_port: AtomicU32,
+    /// The last report; negative is none.
+    reported_tokens: AtomicI64,
+    sent_bytes_since: AtomicU64,
+    legs: AtomicU32,
+}
+
+impl Worker {
+    fn new(spec: WorkerSpec) -> Self {
+        Worker {
+            authority: format!("{}:{}", spec.host, spec.port),
+            spec,
+            idle: Idle::default(),
+            introduced: AtomicBool::new(false),
+            health: Mutex::new(Health::Unknown),
+            misses: AtomicU32::new(0),
+            learnt_bootstrap_port: AtomicU32::new(0),
+            reported_tokens: AtomicI64::new(-1),
+            sent_bytes_since: AtomicU64::new(0),
+            legs: AtomicU32::new(0),
+        }
+    }
+
+    pub fn url(&self) -> &str {
+        &self.spec.url
+    }
+
+    pub fn health(&self) -> Health {
+        self.health.lock().expect("no panic under this lock").clone()
+    }
+
+    pub fn is_healthy(&self) -> bool {
+        *self.health.lock().expect("no panic under this lock") == Health::Healthy
+    }
+
+    fn set_health(&self, new: Health) {
+        let mut health = self.health.lock().expect("no panic under this lock");
+        if *health != new {
+            match &new {
+                Health::Healthy => tracing::info!(worker = self.url(), "worker is healthy"),
+                other => tracing::warn!(worker = self.url(), reason = other.reason(), "worker is not healthy"),
+            }
+            *health = new;
+        }
+    }
+
+    /// A connection succeeded: it lives. What a probe found out (not ready, a wrong role) stays the probe's to change.
+    pub fn note_connected(&self) {
+        self.misses.store(0, Relaxed);
+        if matches!(self.health(), Health::Suspect(_) | Health::Unknown) {
+            self.set_health(Health::Healthy);
+        }
+    }
+
+    /// Nobody listens there. Its connections are gone, and a new process will introduce itself anew.
+    pub fn note_unreachable(&self, why: &str) {
+        self.introduced.store(false, Relaxed);
+        self.idle.clear();
+        self.set_health(Health::Suspect(why.to_owned()));
+    }
+
+    /// A probe got no answer in time.
+    pub fn note_silent(&self, why: &str) {
+        if self.misses.fetch_add(1, Relaxed) + 1 >= MISSES_MAX {
+            self.set_health(Health::Suspect(why.to_owned()));
+        }
+    }
+
+    pub fn note_probe(&self, health: Health) {
+        self.misses.store(0, Relaxed);
+        self.set_health(health);
+    }
+
+    pub fn note_load(&self, tokens: Option<u64>) {
+        self.sent_bytes_since.store(0, Relaxed);
+        self.reported_tokens.store(tokens.map_or(-1, |t| t.min(i64::MAX as u64) as i64), Relaxed);
+    }
+
+    pub fn note_bootstrap_port(&self, port: u16) {
+        self.learnt_bootstrap_port.store(port.into(), Relaxed);
+    }
+
+    pub fn bootstrap_port(&self) -> Option<u16> {
+        let learnt = self.learnt_bootstrap_port.load(Relaxed) as u16;
+        self.spec.bootstrap_port.or((learnt > 0).then_some(learnt))
+    }
+
+    pub fn legs(&self) -> u32 {
+        self.legs.load(Relaxed)
+    }
+
+    pub fn load(&self) -> Load {
+        let sent = self.sent_bytes_since.load(Relaxed) / BODY_BYTES_PER_TOKEN;
+        let reported = u64::try_from(self.reported_tokens.load(Relaxed)).ok();
+        Load { tokens: reported.map(|r| r.saturating_add(sent)), legs: self.legs() }
+    }
+
+    /// Counts a leg until the guard is dropped, which is when the leg really ended.
+    pub fn begin_leg(self: &Arc<Self>, body_bytes: usize) -> LegGuard {
+        self.sent_bytes_since.fetch_add(body_bytes as u64, Relaxed);
+        self.legs.fetch_add(1, Relaxed);
+        LegGuard(self.clone())
+    }
+}
+
+/// One leg at a worker.
+#[derive(Debug)]
+pub struct LegGuard(Arc<Worker>);
+
+impl LegGuard {
+    pub fn worker(&self) -> &Arc<Worker> {
+        &self.0
+    }
+}
+
+impl Drop for LegGuard {
+    fn drop(&mut self) {
+        self.0.legs.fetch_sub(1, Relaxed);
+    }
+}
+
+/// All workers and how to pick among them.
+#[derive(Debug)]
+pub struct Fleet {
+    pub workers: Vec<Arc<Worker>>,
+    /// Requests need one worker of each side.
+    pub split: bool,
+    prefill_policy: Policy,
+    decode_policy: Policy,
+    turns: [AtomicU64; 2],
+}
+
+impl Fleet {
+    pub fn new(config: &Config) -> Self {
+        Fleet {
+            workers: config.workers.iter().cloned().map(|spec| Arc::new(Worker::new(spec))).collect(),
+            split: config.split,
+            prefill_policy: config.prefill_policy,
+            decode_policy: config.decode_policy,
+            turns: Default::default(),
+        }
+    }
+
+    /// The workers that can take this side's leg; plain workers take the decode leg.
+    pub fn side(&self, side: Side) -> impl Iterator<Item = &Arc<Worker>> {
+        self.workers.iter().filter(move |w| (w.spec.role == Role::Prefill) == (side == Side::Prefill))
+    }
+
+    pub fn policy(&self, side: Side) -> Policy {
+        match side {
+            Side::Prefill => self.prefill_policy,
+            Side::Decode => self.decode_policy,
+        }
+    }
+
+    /// What operators call this side.
+    pub fn side_name(&self, side: Side) -> &'static str {
+        match (side, self.split) {
+            (Side::Prefill, _) => "prefill",
+            (Side::Decode, true) => "decode",
+            (Side::Decode, false) => "plain",
+        }
+    }
+
+    /// A worker for this side: a healthy one by the policy, else one that may be back. `Err` says why there is none.
+    pub fn pick(&self, side: Side, excluded: &[Arc<Worker>]) -> Result<Arc<Worker>, String> {
+        let may = |w: &&Arc<Worker>| !excluded.iter().any(|e| Arc::ptr_eq(e, w));
+        let healthy: Vec<_> = self.side(side).filter(may).filter(|w| w.is_healthy()).collect();
+        let candidates = match healthy.is_empty() {
+            false => healthy,
+            true => {
+                let maybe_back = |w: &&Arc<Worker>| matches!(w.health(), Health::Suspect(_) | Health::Unknown);
+                self.side(side).filter(may).filter(maybe_back).collect()
+            }
+        };
+        let loads: Vec<Load> = candidates.iter().map(|w| w.load()).collect();
+        let turn = self.turns[(side == Side::Decode) as usize].fetch_add(1, Relaxed);
+        let chosen = pair::choose(self.policy(side), &loads, turn, rand::random());
+        chosen.map(|i| candidates[i].clone()).ok_or_else(|| self.reasons(side))
+    }
+
+    fn reasons(&self, side: Side) -> String {
+        let reasons: Vec<_> = self.side(side).map(|w| format!("{}: {}", w.url(), w.health().reason())).collect();
+        reasons.join("; ")
+    }
+
+    /// Each side has a healthy worker.
+    pub fn is_ready(&self) -> bool {
+        let has = |side| self.side(side).any(|w| w.is_healthy());
+        has(Side::Decode) && (!self.split || has(Side::Prefill))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::GatewayArgs;
+
+    fn fleet() -> Fleet {
+        let args = GatewayArgs {
+            prefill: vec!["http://p:1".into(), "http://q:1".into()],
+            decode: vec!["http://d:1".into()],
+            policy: Some(Policy::RoundRobin),
+            ..Default::default()
+        };
+        Fleet::new(&args.checked().unwrap())
+    }
+
+    #[test]
+    fn healthy_first_then_those_that_may_be_back() {
+        let fleet = fleet();
+        assert!(!fleet.is_ready());
+        assert_eq!(fleet.pick(Side::Decode, &[]).unwrap().url(), "http://d:1");
+        fleet.workers[1].note_probe(Health::Healthy);
+        for _ in 0..4 {
+            assert_eq!(fleet.pick(Side::Prefill, &[]).unwrap().url(), "http://q:1");
+        }
+        let excluded = [fleet.workers[1].clone()];
+        assert_eq!(fleet.pick(Side::Prefill, &excluded).unwrap().url(), "http://p:1");
+        fleet.workers[2].note_probe(Health::NotReady("starting".into()));
+        assert!(fleet.pick(Side::Decode, &[]).unwrap_err().contains("starting"));
+        fleet.workers[2].note_probe(Health::Healthy);
+        assert!(fleet.is_ready());
+    }
+
+    #[test]
+    fn a_connection_clears_a_suspicion_but_not_a_wrong_role() {
+        let fleet = fleet();
+        let worker = &fleet.workers[0];
+        worker.note_unreachable("refused");
+        worker.note_connected();
+        assert!(worker.is_healthy());
+        worker.note_probe(Health::WrongRole("it is a decode worker".into()));
+        worker.note_connected();
+        assert!(!worker.is_healthy());
+    }
+
+    #[test]
+    fn one_missed_probe_is_not_death() {
+        let fleet = fleet();
+        let worker = &fleet.workers[0];
+        worker.note_probe(Health::Healthy);
+        worker.note_silent("slow");
+        worker.note_silent("slow");
+        assert!(worker.is_healthy());
+        worker.note_connected();
+        worker.note_silent("slow");
+        worker.note_silent("slow");
+        assert!(worker.is_healthy());
+        worker.note_silent("slow");
+        assert!(!worker.is_healthy());
+    }
+
+    #[test]
+    fn load_counts_what_was_sent_since_and_legs_end_by_drop() {
+        let fleet = fleet();
+        let worker = &fleet.workers[0];
+        worker.note_load(Some(100));
+        let leg = worker.begin_leg(40);
+        assert_eq!(worker.load(), Load { tokens: Some(110), legs: 1 });
+        drop(leg);
+        worker.note_load(None);
+        assert_eq!(worker.load(), Load { tokens: None, legs: 0 });
+    }
+}

@@ -1,0 +1,70 @@
+//! What all requests of one gateway share, and how it knows that none is left.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
+
+use tokio::sync::Notify;
+
+use crate::config::Config;
+use crate::error::StartError;
+use crate::fleet::Fleet;
+use crate::legs::Connector;
+use crate::metrics::Metrics;
+use crate::probe::Prober;
+
+pub struct Gateway {
+    pub config: Config,
+    pub fleet: Arc<Fleet>,
+    pub connector: Connector,
+    pub prober: Arc<Prober>,
+    pub metrics: Metrics,
+    /// No new connections; those that are open end with their request.
+    pub draining: AtomicBool,
+    running: AtomicUsize,
+    idle: Notify,
+}
+
+impl Gateway {
+    pub fn new(config: Config) -> Result<Self, StartError> {
+        let fleet = Arc::new(Fleet::new(&config));
+        Ok(Gateway {
+            connector: Connector::new(config.deadlines.connect),
+            prober: Arc::new(Prober::new(fleet.clone(), &config)?),
+            metrics: Metrics::new()?,
+            draining: AtomicBool::new(false),
+            running: AtomicUsize::new(0),
+            idle: Notify::new(),
+            fleet,
+            config,
+        })
+    }
+
+    /// Counts a request until the guard is dropped.
+    pub fn begin_request(&self) -> RequestGuard<'_> {
+        self.running.fetch_add(1, SeqCst);
+        RequestGuard(self)
+    }
+
+    /// Returns once no request is running.
+    pub async fn until_idle(&self) {
+        loop {
+            let changed = self.idle.notified();
+            tokio::pin!(changed);
+            changed.as_mut().enable();
+            if self.running.load(SeqCst) == 0 {
+                return;
+            }
+            changed.await;
+        }
+    }
+}
+
+pub struct RequestGuard<'a>(&'a Gateway);
+
+impl Drop for RequestGuard<'_> {
+    fn drop(&mut self) {
+        if self.0.running.fetch_sub(1, SeqCst) == 1 {
+            self.0.idle.notify_waiters();
+        }
+    }
+}

@@ -1,0 +1,89 @@
+//! Rooms and the three bootstrap fields, as JSON text. A room comes from a CSPRNG, has 63 bits, and is never used twice by
+//! this gateway but by chance of 2^-63 (H8: each attempt gets new ones). Pure but for the randomness handed in.
+
+use std::fmt::Write;
+
+use rand::{CryptoRng, RngCore};
+use tandem_handoff::ids::Room;
+
+/// How many rooms a request needs, and in which shape the fields carry them.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Samples {
+    /// Scalar fields.
+    One,
+    /// List-valued fields: entry `i` belongs to sample `i % n` of prompt `i / n`.
+    List(usize),
+}
+
+impl Samples {
+    pub fn count(self) -> usize {
+        match self {
+            Samples::One => 1,
+            Samples::List(count) => count,
+        }
+    }
+}
+
+/// One unguessable room per sample.
+pub fn mint(samples: Samples, rng: &mut (impl RngCore + CryptoRng)) -> Vec<Room> {
+    (0..samples.count()).map(|_| Room::new(rng.next_u64() >> 1).expect("63 bits are a room")).collect()
+}
+
+/// `"bootstrap_host":…,"bootstrap_port":…,"bootstrap_room":…` without braces. `host` is a name, an IPv4 address, or an IPv6
+/// address in brackets; a port that nobody knows is `null`.
+pub fn fields(host: &str, port: Option<u16>, samples: Samples, rooms: &[Room]) -> String {
+    let host = serde_json::Value::from(host).to_string();
+    let port = port.map_or_else(|| "null".to_owned(), |p| p.to_string());
+    let mut out = String::with_capacity(64 + rooms.len() * (host.len() + port.len() + 22));
+    match samples {
+        Samples::One => {
+            let room = rooms[0];
+            let _ = write!(out, r#""bootstrap_host":{host},"bootstrap_port":{port},"bootstrap_room":{room}"#);
+        }
+        Samples::List(_) => {
+            out.push_str("\"bootstrap_host\":");
+            list(&mut out, rooms.iter().map(|_| &host));
+            out.push_str(",\"bootstrap_port\":");
+            list(&mut out, rooms.iter().map(|_| &port));
+            out.push_str(",\"bootstrap_room\":");
+            list(&mut out, rooms.iter());
+        }
+    }
+    out
+}
+
+fn list(out: &mut String, items: impl Iterator<Item = impl std::fmt::Display>) {
+    out.push('[');
+    for (i, item) in items.enumerate() {
+        let _ = write!(out, "{}{item}", if i == 0 { "" } else { "," });
+    }
+    out.push(']');
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rooms_fit_63_bits_and_differ() {
+        let mut rng = rand::rng();
+        let rooms = mint(Samples::List(100_000), &mut rng);
+        assert!(rooms.iter().all(|r| r.get() <= i64::MAX as u64));
+        assert!(rooms.iter().any(|r| r.get() > u32::MAX as u64));
+        let distinct: std::collections::HashSet<_> = rooms.iter().collect();
+        assert_eq!(distinct.len(), rooms.len());
+    }
+
+    #[test]
+    fn the_fields_are_json_numbers_and_lists() {
+        let rooms = [Room::new(5).unwrap(), Room::new(i64::MAX as u64).unwrap()];
+        let one = format!("{{{}}}", fields("[::1]", Some(8998), Samples::One, &rooms[..1]));
+        let one: serde_json::Value = serde_json::from_str(&one).unwrap();
+        assert_eq!(one, serde_json::json!({"bootstrap_host": "[::1]", "bootstrap_port": 8998, "bootstrap_room": 5}));
+        let two = format!("{{{}}}", fields("h", None, Samples::List(2), &rooms));
+        let two: serde_json::Value = serde_json::from_str(&two).unwrap();
+        assert_eq!(two["bootstrap_host"], serde_json::json!(["h", "h"]));
+        assert_eq!(two["bootstrap_port"], serde_json::json!([null, null]));
+        assert_eq!(two["bootstrap_room"], serde_json::json!([5, i64::MAX]));
+    }
+}
