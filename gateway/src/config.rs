@@ -311,7 +311,7 @@ fn prefill_workers(words: &[String]) -> Result<Vec<WorkerSpec>, StartError> {
     for word in words {
         match (word.parse::<u16>(), workers.last_mut()) {
             (Ok(port), Some(last)) if port > 0 => last.bootstrap_port = Some(port),
-            _ if word.eq_ignore_ascii_case("none") && !workers.is_empty() => {}
+            (_, Some(_)) if word.eq_ignore_ascii_case("none") => {}
             _ => workers.push(worker(word, Role::Prefill)?),
         }
     }

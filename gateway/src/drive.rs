@@ -26,7 +26,7 @@ use crate::stream::{Answer, Meaning};
 use crate::ticket;
 
 /// How long an accused D waits for P's word about the root cause.
-const VERDICT_WAIT: Duration = Duration::from_millis(50);
+const VERDICT_WAIT: Duration = Duration::from_millis(100);
 /// A worker may take this long to end an answer whose last event was seen, for its connection to be kept.
 const TIDY_WAIT: Duration = Duration::from_secs(1);
 

@@ -296,7 +296,7 @@ impl Leg {
     pub fn release(self) {
         let done = matches!(self.phase, Phase::Body(Body::Done));
         if done && self.keep_alive && self.input.is_empty() {
-            self.worker().idle.put(self.stream);
+            self.guard.worker().idle.put(self.stream);
         }
     }
 }

@@ -73,7 +73,10 @@ impl HttpServerApp for MetricsApp {
                 Ok(text) => reply::text(&mut session, 200, "text/plain; version=0.0.4", text).await,
                 Err(error) => reply::text(&mut session, 500, "text/plain", error.to_string()).await,
             },
-            path => reply::failure(&mut session, &not_found(path)).await,
+            path => {
+                let failure = not_found(path);
+                reply::failure(&mut session, &failure).await
+            }
         };
         next_request(session, done).await
     }

@@ -1,0 +1,389 @@
+//! Small workers that do what a test says, and a gateway in this process in front of them. Every wait has a limit.
+#![allow(dead_code, reason = "each test binary uses its part")]
+
+use std::future::Future;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use tandem_gateway::{Addresses, GatewayArgs, How, Stop};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{mpsc, oneshot, watch};
+
+/// No wait of a test is longer.
+pub const LIMIT: Duration = Duration::from_secs(20);
+
+pub async fn within<T>(what: &str, future: impl Future<Output = T>) -> T {
+    match tokio::time::timeout(LIMIT, future).await {
+        Ok(value) => value,
+        Err(_) => panic!("{what} did not happen within {LIMIT:?}"),
+    }
+}
+
+/// A request with a prompt as a worker received it.
+#[derive(Clone, Debug)]
+pub struct Got {
+    pub head: String,
+    pub body: Vec<u8>,
+    /// Counts from 0 over the worker's connections.
+    pub connection: usize,
+    /// Counts from 0 over the worker's prompts.
+    pub number: usize,
+}
+
+impl Got {
+    pub fn json(&self) -> Value {
+        serde_json::from_slice(&self.body).expect("a worker must get JSON")
+    }
+
+    pub fn room(&self) -> u64 {
+        self.json()["bootstrap_room"].as_u64().expect("a room")
+    }
+}
+
+/// Gives the socket back to keep the connection.
+type Played = Pin<Box<dyn Future<Output = Option<TcpStream>> + Send>>;
+type Script = Arc<dyn Fn(Got, TcpStream) -> Played + Send + Sync>;
+
+pub struct Worker {
+    pub address: SocketAddr,
+    pub got: mpsc::UnboundedReceiver<Got>,
+    pub connections: Arc<AtomicUsize>,
+    stop: Option<oneshot::Sender<()>>,
+    stopped: Option<oneshot::Receiver<()>>,
+}
+
+/// What a worker says of itself.
+#[derive(Clone, Copy)]
+pub struct Says {
+    pub mode: &'static str,
+    pub health: u16,
+    pub tokens: u64,
+}
+
+impl Says {
+    pub fn mode(mode: &'static str) -> Self {
+        Says { mode, health: 200, tokens: 7 }
+    }
+}
+
+impl Worker {
+    pub async fn start<F, Fut>(mode: &'static str, play: F) -> Worker
+    where
+        F: Fn(Got, TcpStream) -> Fut + Send + Sync + 'static,
+        Fut: Future<Output = Option<TcpStream>> + Send + 'static,
+    {
+        Worker::start_at("127.0.0.1:0".parse().unwrap(), Says::mode(mode), play).await
+    }
+
+    pub async fn start_at<F, Fut>(address: SocketAddr, says: Says, play: F) -> Worker
+    where
+        F: Fn(Got, TcpStream) -> Fut + Send + Sync + 'static,
+        Fut: Future<Output = Option<TcpStream>> + Send + 'static,
+    {
+        let listener = TcpListener::bind(address).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let script: Script = Arc::new(move |got, socket| Box::pin(play(got, socket)));
+        let (tell, got) = mpsc::unbounded_channel();
+        let (stop, mut stopping) = oneshot::channel();
+        let (done, stopped) = oneshot::channel();
+        let connections = Arc::new(AtomicUsize::new(0));
+        let accepted = connections.clone();
+        tokio::spawn(async move {
+            let mut tasks = tokio::task::JoinSet::new();
+            let numbers = Arc::new(AtomicUsize::new(0));
+            let prompts = Arc::new(AtomicUsize::new(0));
+            loop {
+                let socket = tokio::select! {
+                    accepted = listener.accept() => accepted.unwrap().0,
+                    _ = &mut stopping => break,
+                };
+                let serve = serve(
+                    socket,
+                    says,
+                    script.clone(),
+                    tell.clone(),
+                    accepted.clone(),
+                    numbers.clone(),
+                    prompts.clone(),
+                );
+                tasks.spawn(serve);
+            }
+            drop(listener);
+            tasks.shutdown().await;
+            let _ = done.send(());
+        });
+        Worker { address, got, connections, stop: Some(stop), stopped: Some(stopped) }
+    }
+
+    pub fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    pub async fn next(&mut self) -> Got {
+        within("a request at the worker", self.got.recv()).await.unwrap()
+    }
+
+    /// Closes the listener and all connections, as a killed process does.
+    pub async fn kill(mut self) -> SocketAddr {
+        drop(self.stop.take());
+        within("the worker's end", self.stopped.take().unwrap()).await.unwrap();
+        self.address
+    }
+}
+
+async fn serve(
+    mut socket: TcpStream,
+    says: Says,
+    script: Script,
+    tell: mpsc::UnboundedSender<Got>,
+    connections: Arc<AtomicUsize>,
+    numbers: Arc<AtomicUsize>,
+    prompts: Arc<AtomicUsize>,
+) {
+    let mut connection = None;
+    while let Some((head, body)) = read_request(&mut socket).await {
+        if head.starts_with("POST /generate") || head.starts_with("POST /v1/") {
+            let connection = *connection.get_or_insert_with(|| {
+                connections.fetch_add(1, SeqCst);
+                numbers.fetch_add(1, SeqCst)
+            });
+            let got = Got { head, body, connection, number: prompts.fetch_add(1, SeqCst) };
+            let _ = tell.send(got.clone());
+            match script(got, socket).await {
+                Some(back) => socket = back,
+                None => return,
+            }
+            continue;
+        }
+        let path = head.split(' ').nth(1).unwrap_or("");
+        let (status, body) = match path {
+            "/health" => (says.health, json!({})),
+            "/server_info" => (200, json!({"disaggregation_mode": says.mode, "disaggregation_bootstrap_port": 8998})),
+            "/v1/loads" => (200, json!({"loads": [{"num_total_tokens": says.tokens}]})),
+            "/v1/models" => (200, json!({"object": "list", "data": [{"id": "mock"}]})),
+            "/flush_cache" => (200, json!({})),
+            _ => (404, json!({})),
+        };
+        if socket.write_all(json_answer(status, &body.to_string()).as_bytes()).await.is_err() {
+            return;
+        }
+    }
+}
+
+async fn read_request(socket: &mut TcpStream) -> Option<(String, Vec<u8>)> {
+    let mut seen = Vec::new();
+    let end = loop {
+        if let Some(at) = seen.windows(4).position(|w| w == b"\r\n\r\n") {
+            break at + 4;
+        }
+        if socket.read_buf(&mut seen).await.ok()? == 0 {
+            return None;
+        }
+    };
+    let head = String::from_utf8(seen[..end].to_vec()).ok()?;
+    let length = head.lines().find_map(|l| l.strip_prefix("content-length: ")?.trim().parse().ok()).unwrap_or(0);
+    let mut body = seen[end..].to_vec();
+    while body.len() < length {
+        if socket.read_buf(&mut body).await.ok()? == 0 {
+            return None;
+        }
+    }
+    Some((head, body))
+}
+
+pub fn json_answer(status: u16, body: &str) -> String {
+    let length = body.len();
+    format!("HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}")
+}
+
+pub const SSE_HEAD: &str = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n";
+
+pub fn chunk(text: &str) -> String {
+    format!("{:x}\r\n{text}\r\n", text.len())
+}
+
+pub fn token(text: &str) -> String {
+    format!("data: {}\n\n", json!({"choices": [{"delta": {"content": text}, "finish_reason": null}]}))
+}
+
+pub fn finish() -> String {
+    format!("data: {}\n\ndata: [DONE]\n\n", json!({"choices": [{"delta": {}, "finish_reason": "stop"}]}))
+}
+
+pub fn good_body() -> String {
+    json!({"choices": [{"message": {"content": "Paris"}, "finish_reason": "stop"}]}).to_string()
+}
+
+pub async fn say(mut socket: TcpStream, text: impl AsRef<[u8]>) -> Option<TcpStream> {
+    socket.write_all(text.as_ref()).await.ok()?;
+    Some(socket)
+}
+
+/// Answers every prompt whole.
+pub async fn well(_: Got, socket: TcpStream) -> Option<TcpStream> {
+    say(socket, json_answer(200, &good_body())).await
+}
+
+/// Answers every prompt with a short stream, each event in its own write.
+pub async fn stream_well(_: Got, socket: TcpStream) -> Option<TcpStream> {
+    let socket = say(socket, SSE_HEAD).await?;
+    let socket = say(socket, chunk(&token("Pa"))).await?;
+    let socket = say(socket, chunk(&token("ris"))).await?;
+    say(socket, format!("{}0\r\n\r\n", chunk(&finish()))).await
+}
+
+/// Returns when the peer has closed the connection.
+pub async fn closed(socket: &mut TcpStream) {
+    let mut byte = [0u8; 64];
+    while matches!(socket.read(&mut byte).await, Ok(n) if n > 0) {}
+}
+
+/// A closing with RST instead of FIN.
+pub fn reset(socket: TcpStream) {
+    socket.set_zero_linger().unwrap();
+}
+
+/// A script that never answers, and what tells that its connection was closed.
+pub fn hang() -> (
+    impl Fn(Got, TcpStream) -> Pin<Box<dyn Future<Output = Option<TcpStream>> + Send>> + Send + Sync + 'static,
+    mpsc::UnboundedReceiver<()>,
+) {
+    let (tell, told) = mpsc::unbounded_channel();
+    let play = move |_: Got, mut socket: TcpStream| {
+        let tell = tell.clone();
+        let played: Played = Box::pin(async move {
+            closed(&mut socket).await;
+            let _ = tell.send(());
+            None
+        });
+        played
+    };
+    (play, told)
+}
+
+pub struct Gateway {
+    pub addresses: Addresses,
+    pub client: reqwest::Client,
+    stop: watch::Sender<Option<How>>,
+    served: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Gateway {
+    /// In front of these workers, once each side is ready.
+    pub async fn pd(prefill: &[&Worker], decode: &[&Worker]) -> Gateway {
+        let gateway = Gateway::start(pd_args(prefill, decode)).await;
+        gateway.until_ready().await;
+        gateway
+    }
+
+    pub async fn start(args: GatewayArgs) -> Gateway {
+        let args = GatewayArgs {
+            host: Some("127.0.0.1".into()),
+            port: Some(0),
+            prometheus_host: Some("127.0.0.1".into()),
+            prometheus_port: Some(0),
+            probe_interval_ms: Some(args.probe_interval_ms.unwrap_or(400)),
+            threads: Some(2),
+            ..args
+        };
+        let config = args.checked().unwrap();
+        let (stop, stopped) = watch::channel(None);
+        let (tell, told) = oneshot::channel();
+        let served = std::thread::spawn(move || {
+            tandem_gateway::serve(config, Stop::Channel(stopped), |addresses| tell.send(addresses).unwrap()).unwrap();
+        });
+        let addresses = within("the gateway's start", told).await.unwrap();
+        let client = reqwest::Client::builder().no_proxy().timeout(LIMIT).build().unwrap();
+        Gateway { addresses, client, stop, served: Some(served) }
+    }
+
+    pub fn url(&self, path: &str) -> String {
+        format!("http://{}{path}", self.addresses.data)
+    }
+
+    pub async fn until_ready(&self) {
+        self.until("/readiness", |status, _| status == 200).await;
+    }
+
+    /// Asks until the answer is as wanted.
+    pub async fn until(&self, path: &str, wanted: impl Fn(u16, &Value) -> bool) -> Value {
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            let last = match self.client.get(self.url(path)).send().await {
+                Ok(answer) => {
+                    let status = answer.status().as_u16();
+                    let value = answer.json().await.unwrap_or_default();
+                    if wanted(status, &value) {
+                        return value;
+                    }
+                    format!("{status} {value}")
+                }
+                Err(error) => error.to_string(),
+            };
+            assert!(Instant::now() < deadline, "{path} stayed at {last}");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    /// All legs have ended.
+    pub async fn until_idle(&self) {
+        let idle = |_: u16, v: &Value| v["workers"].as_array().unwrap().iter().all(|w| w["load"] == 0);
+        self.until("/workers", idle).await;
+    }
+
+    pub async fn post(&self, path: &str, body: impl Into<reqwest::Body>) -> reqwest::Response {
+        let sent = self.client.post(self.url(path)).header("content-type", "application/json").body(body).send();
+        within("an answer", sent).await.unwrap()
+    }
+
+    pub async fn chat(&self, stream: bool) -> reqwest::Response {
+        self.post("/v1/chat/completions", json!({"messages": [], "stream": stream}).to_string()).await
+    }
+
+    pub async fn metrics(&self) -> String {
+        let url = format!("http://{}/metrics", self.addresses.metrics);
+        self.client.get(url).send().await.unwrap().text().await.unwrap()
+    }
+
+    pub async fn connect(&self) -> TcpStream {
+        TcpStream::connect(self.addresses.data).await.unwrap()
+    }
+
+    pub fn stop(&self, how: How) {
+        self.stop.send_replace(Some(how));
+    }
+
+    pub async fn ended(mut self) {
+        let served = self.served.take().unwrap();
+        within("the gateway's end", tokio::task::spawn_blocking(move || served.join())).await.unwrap().unwrap();
+    }
+}
+
+impl Drop for Gateway {
+    fn drop(&mut self) {
+        self.stop.send_replace(Some(How::Now));
+    }
+}
+
+pub fn pd_args(prefill: &[&Worker], decode: &[&Worker]) -> GatewayArgs {
+    GatewayArgs {
+        pd_disaggregation: true,
+        prefill: prefill.iter().flat_map(|w| [w.url(), "8998".into()]).collect(),
+        decode: decode.iter().map(|w| w.url()).collect(),
+        ..Default::default()
+    }
+}
+
+/// The error object of an answer, with its status and code header checked against it.
+pub async fn error_of(answer: reqwest::Response) -> (u16, String, Value) {
+    let status = answer.status().as_u16();
+    let code = answer.headers().get("x-smg-error-code").map(|v| v.to_str().unwrap().to_owned()).unwrap_or_default();
+    let body: Value = within("the error's body", answer.json()).await.unwrap();
+    assert!(body["error"]["message"].is_string(), "no error object: {body}");
+    (status, code, body["error"].clone())
+}
