@@ -51,7 +51,7 @@ pub async fn run(gateway: &Gateway, session: &mut ServerSession, request: &Reque
             Ok(legs) => legs,
             Err(failure) => return reply::failure(session, &failure).await,
         };
-        let end = Run::new(gateway, request, legs, !stale).to_end(session).await;
+        let end = Run::new(gateway, request, legs, !stale).until_end(session).await;
         match end {
             End::Done(done) => return done,
             End::StartOver(failure) => {
@@ -201,7 +201,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    async fn to_end(mut self, session: &mut ServerSession) -> End {
+    async fn until_end(mut self, session: &mut ServerSession) -> End {
         loop {
             let wake = self.wait(session).await;
             if let Some(end) = self.handle(session, wake).await {

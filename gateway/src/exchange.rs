@@ -92,7 +92,8 @@ impl Exchange {
         Exchange { plan, state: State::Running, prefill_running, committed: false, opened: false }
     }
 
-    pub fn is_over(&self) -> bool {
+    #[cfg(test)]
+    fn is_over(&self) -> bool {
         matches!(self.state, State::Over)
     }
 

@@ -66,10 +66,12 @@ pub fn serve(config: Config, stop: Stop, listening: impl FnOnce(Addresses)) -> R
     let threads = config.threads;
     let gateway = Arc::new(Gateway::new(config)?);
 
-    let mut conf = ServerConf::default();
-    conf.threads = 1;
-    conf.grace_period_seconds = Some(0);
-    conf.graceful_shutdown_timeout_seconds = Some(0);
+    let conf = ServerConf {
+        threads: 1,
+        grace_period_seconds: Some(0),
+        graceful_shutdown_timeout_seconds: Some(0),
+        ..Default::default()
+    };
     let mut server = Server::new_with_opt_and_conf(None, conf);
     server.bootstrap();
     let (close, closed) = watch::channel(false);

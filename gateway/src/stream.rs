@@ -78,11 +78,6 @@ impl Answer {
         Answer { side, worker: worker.to_owned(), kind }
     }
 
-    /// Whether its bytes reach the client before it is complete.
-    pub fn is_stream(&self) -> bool {
-        matches!(self.kind, Kind::Events(_) | Kind::Whole { overflowed: true, .. })
-    }
-
     pub fn push(&mut self, data: Bytes) -> Step {
         match &mut self.kind {
             Kind::Refusal { kept, .. } => {

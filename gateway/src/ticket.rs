@@ -3,7 +3,7 @@
 
 use std::fmt::Write;
 
-use rand::{CryptoRng, RngCore};
+use rand::CryptoRng;
 use tandem_handoff::ids::Room;
 
 /// How many rooms a request needs, and in which shape the fields carry them.
@@ -25,7 +25,7 @@ impl Samples {
 }
 
 /// One unguessable room per sample.
-pub fn mint(samples: Samples, rng: &mut (impl RngCore + CryptoRng)) -> Vec<Room> {
+pub fn mint(samples: Samples, rng: &mut impl CryptoRng) -> Vec<Room> {
     (0..samples.count()).map(|_| Room::new(rng.next_u64() >> 1).expect("63 bits are a room")).collect()
 }
 

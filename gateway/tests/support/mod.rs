@@ -46,7 +46,7 @@ impl Got {
 }
 
 /// Gives the socket back to keep the connection.
-type Played = Pin<Box<dyn Future<Output = Option<TcpStream>> + Send>>;
+pub type Played = Pin<Box<dyn Future<Output = Option<TcpStream>> + Send>>;
 type Script = Arc<dyn Fn(Got, TcpStream) -> Played + Send + Sync>;
 
 pub struct Worker {
@@ -249,10 +249,7 @@ pub fn reset(socket: TcpStream) {
 }
 
 /// A script that never answers, and what tells that its connection was closed.
-pub fn hang() -> (
-    impl Fn(Got, TcpStream) -> Pin<Box<dyn Future<Output = Option<TcpStream>> + Send>> + Send + Sync + 'static,
-    mpsc::UnboundedReceiver<()>,
-) {
+pub fn hang() -> (impl Fn(Got, TcpStream) -> Played + Send + Sync + 'static, mpsc::UnboundedReceiver<()>) {
     let (tell, told) = mpsc::unbounded_channel();
     let play = move |_: Got, mut socket: TcpStream| {
         let tell = tell.clone();
