@@ -53,6 +53,31 @@ pub struct Attempt {
     pub number: u64,
 }
 
+impl Attempt {
+    /// The control channel that the attempt lives and dies with.
+    pub fn channel(&self) -> Channel {
+        Channel { prefill: self.prefill, decode: self.decode, session: self.session }
+    }
+}
+
+/// One control channel between two exact processes. A session number alone repeats over prefill workers.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub struct Channel {
+    pub prefill: Incarnation,
+    pub decode: Incarnation,
+    pub session: SessionId,
+}
+
+impl Channel {
+    pub fn attempt(&self, number: u64) -> Attempt {
+        Attempt { prefill: self.prefill, decode: self.decode, session: self.session, number }
+    }
+}
+
+/// Names one request of the engine that uses a machine; the engine never reuses one.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub struct RequestId(pub u64);
+
 /// Monotonic time in microseconds since the start of the process (H6). The drivers read clocks, this crate does not.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Default)]
 pub struct Time(pub u64);

@@ -27,17 +27,14 @@ impl PoolShape {
     /// The KV heads that `rank` holds, as indices into the whole model's heads.
     pub fn heads_of_rank(&self, rank: u32) -> Range<u32> {
         assert!(rank < self.tp, "rank {rank} of {}", self.tp);
-        if self.tp >= self.kv_heads {
-            let head = rank * self.kv_heads / self.tp;
-            head..head + 1
-        } else {
-            let per_rank = self.kv_heads / self.tp;
-            rank * per_rank..(rank + 1) * per_rank
-        }
+        let first = rank * self.kv_heads / self.tp;
+        let end = (rank + 1) * self.kv_heads / self.tp;
+        first..end.max(first + 1)
     }
 
+    /// Head slots of a page in each rank's pool. Where TP does not divide the heads, some ranks leave one unused.
     pub fn heads_per_rank(&self) -> u32 {
-        (self.kv_heads / self.tp).max(1)
+        self.kv_heads.div_ceil(self.tp)
     }
 
     /// Bytes of one KV head of one page: all layers, K and V, all tokens.
@@ -72,8 +69,208 @@ impl PoolShape {
         tokens.div_ceil(self.page_size as usize)
     }
 
+    /// Offset in a rank's pool of `[page][local_head]`, where a run of heads of that page begins.
+    pub fn head_offset(&self, page: u32, local_head: u32) -> usize {
+        self.plane_offset(page, local_head, 0, 0)
+    }
+
     /// Bytes of KV cache per token over all heads, counted once.
     pub fn bytes_per_token(&self) -> usize {
         self.kv_heads as usize * self.layers as usize * 2 * (self.head_dim * self.element_bytes) as usize
+    }
+}
+
+/// One contiguous run of heads that moves from one P rank to one D rank, the same for every page.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Route {
+    pub prefill_rank: u32,
+    pub decode_rank: u32,
+    /// First head slot in the prefill rank's page.
+    pub prefill_head: u32,
+    /// First head slot in the decode rank's page.
+    pub decode_head: u32,
+    pub heads: u32,
+}
+
+/// How the pages of one P map onto those of one D. Both sides compute it from both shapes, so a piece is named on the
+/// wire by its index alone.
+///
+/// Each head that a D rank holds comes from the lowest P rank that holds it, once per D rank; neighbouring heads from
+/// the same P rank move as one piece.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Mapping {
+    routes: Vec<Route>,
+    head_bytes: usize,
+}
+
+impl Mapping {
+    /// The shapes must agree in everything but `tp` and `pages` (Hello compares them).
+    pub fn new(prefill: &PoolShape, decode: &PoolShape) -> Self {
+        assert_eq!(prefill.kv_heads, decode.kv_heads, "Hello compared the KV heads");
+        assert_eq!(prefill.head_bytes(), decode.head_bytes(), "Hello compared the page layout");
+        let mut routes: Vec<Route> = Vec::new();
+        for decode_rank in 0..decode.tp {
+            let held = decode.heads_of_rank(decode_rank);
+            for head in held.clone() {
+                let prefill_rank = (0..prefill.tp)
+                    .find(|&rank| prefill.heads_of_rank(rank).contains(&head))
+                    .expect("the ranks of a worker hold every head");
+                let prefill_head = head - prefill.heads_of_rank(prefill_rank).start;
+                match routes.last_mut() {
+                    Some(last) if last.decode_rank == decode_rank && last.prefill_rank == prefill_rank => {
+                        last.heads += 1;
+                    }
+                    _ => routes.push(Route {
+                        prefill_rank,
+                        decode_rank,
+                        prefill_head,
+                        decode_head: head - held.start,
+                        heads: 1,
+                    }),
+                }
+            }
+        }
+        Self { routes, head_bytes: prefill.head_bytes() }
+    }
+
+    pub fn routes(&self) -> &[Route] {
+        &self.routes
+    }
+
+    /// Pieces that `pages` pages move as.
+    pub fn pieces(&self, pages: usize) -> usize {
+        pages * self.routes.len()
+    }
+
+    /// The index of the piece that moves page `page` of the set by route `route`.
+    pub fn piece(&self, page: usize, route: usize) -> usize {
+        page * self.routes.len() + route
+    }
+
+    /// Page of the set, and route, of a piece.
+    pub fn split(&self, piece: usize) -> (usize, &Route) {
+        (piece / self.routes.len(), &self.routes[piece % self.routes.len()])
+    }
+
+    /// Bytes of one piece of `route`.
+    pub fn bytes(&self, route: &Route) -> usize {
+        route.heads as usize * self.head_bytes
+    }
+}
+
+/// The pieces of one attempt that have landed: a set, not a count.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct PieceSet {
+    words: Vec<u64>,
+    pieces: usize,
+    landed: usize,
+}
+
+impl PieceSet {
+    pub fn new(pieces: usize) -> Self {
+        Self { words: vec![0; pieces.div_ceil(64)], pieces, landed: 0 }
+    }
+
+    pub fn contains(&self, piece: usize) -> bool {
+        piece < self.pieces && self.words[piece / 64] & (1 << (piece % 64)) != 0
+    }
+
+    /// False when the piece is outside the set or in it already.
+    pub fn insert(&mut self, piece: usize) -> bool {
+        if piece >= self.pieces || self.contains(piece) {
+            return false;
+        }
+        self.words[piece / 64] |= 1 << (piece % 64);
+        self.landed += 1;
+        true
+    }
+
+    pub fn is_full(&self) -> bool {
+        self.landed == self.pieces
+    }
+
+    pub fn landed(&self) -> usize {
+        self.landed
+    }
+
+    /// How many pieces make the set full.
+    pub fn size(&self) -> usize {
+        self.pieces
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(tp: u32, kv_heads: u32, pages: u32) -> PoolShape {
+        PoolShape { layers: 2, kv_heads, head_dim: 2, page_size: 4, element_bytes: 2, tp, pages }
+    }
+
+    /// The head whose bytes lie in `slot` of `rank`, or `None` for an unused slot.
+    fn head_in(shape: &PoolShape, rank: u32, slot: u32) -> Option<u32> {
+        let heads = shape.heads_of_rank(rank);
+        (slot < heads.len() as u32).then(|| heads.start + slot)
+    }
+
+    #[test]
+    fn every_needed_byte_is_covered_once_for_any_tp_pair_and_head_count() {
+        for kv_heads in 1..=8 {
+            for p_tp in [1, 2, 3, 4, 8] {
+                for d_tp in [1, 2, 3, 4, 8] {
+                    let (p, d) = (shape(p_tp, kv_heads, 5), shape(d_tp, kv_heads, 7));
+                    let mapping = Mapping::new(&p, &d);
+                    let mut covered = vec![vec![0u32; d.heads_per_rank() as usize]; d_tp as usize];
+                    for route in mapping.routes() {
+                        for step in 0..route.heads {
+                            let slot = route.decode_head + step;
+                            let want = head_in(&d, route.decode_rank, slot);
+                            let sent = head_in(&p, route.prefill_rank, route.prefill_head + step);
+                            assert!(want.is_some() && want == sent, "{kv_heads} heads, {p_tp}->{d_tp}: {route:?}");
+                            covered[route.decode_rank as usize][slot as usize] += 1;
+                        }
+                        assert_eq!(mapping.bytes(route), route.heads as usize * d.head_bytes());
+                    }
+                    for rank in 0..d_tp {
+                        for slot in 0..d.heads_per_rank() {
+                            let needed = u32::from(head_in(&d, rank, slot).is_some());
+                            assert_eq!(covered[rank as usize][slot as usize], needed);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_same_tp_moves_each_rank_of_a_page_as_one_piece() {
+        for tp in [1, 2, 4] {
+            assert_eq!(Mapping::new(&shape(tp, 8, 1), &shape(tp, 8, 1)).routes().len(), tp as usize);
+        }
+    }
+
+    #[test]
+    fn all_ranks_together_hold_all_heads() {
+        for kv_heads in 1..=8 {
+            for tp in 1..=8 {
+                let shape = shape(tp, kv_heads, 1);
+                let mut held: Vec<u32> = (0..tp).flat_map(|rank| shape.heads_of_rank(rank)).collect();
+                held.dedup();
+                assert_eq!(held, (0..kv_heads).collect::<Vec<_>>(), "{kv_heads} heads over {tp} ranks");
+                assert!((0..tp).all(|rank| shape.heads_of_rank(rank).len() <= shape.heads_per_rank() as usize));
+            }
+        }
+    }
+
+    #[test]
+    fn a_piece_set_counts_each_piece_once() {
+        let mut set = PieceSet::new(65);
+        assert!(!set.insert(65));
+        for piece in 0..65 {
+            assert!(!set.is_full());
+            assert!(set.insert(piece));
+            assert!(!set.insert(piece));
+        }
+        assert!(set.is_full());
     }
 }

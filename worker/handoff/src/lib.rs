@@ -1,7 +1,67 @@
 //! Both sides of the KV handoff protocol. *Pure*: no I/O, no clock, no threads, no unsafe.
+//!
+//! A prefill worker P computes a prompt's KV pages and pushes them into pages that a decode worker D has offered.
+//! [`source`] is P's machine, [`sink`] is D's. Both take calls of their engine, frames of the peer, facts of the fabric
+//! and the time, and give back effects. Drivers do what the effects say and know nothing else.
+//!
+//! ```text
+//!  P, per request (source)                         D, per request (sink)
+//!
+//!        request                                          reserve
+//!           |                                                |
+//!           v        deadline, cancel                        v       dial failed, deadline, cancel
+//!      +---------+ ----------------> Failed, Quiet      +----------+ ----------> Failed, Quiet (never shown)
+//!      | Waiting |  (tombstone for the late Reserve)    | Dialling |
+//!      +---------+                                      +----------+
+//!           | Reserve (before or after the request;          | channel up: Expect, then Reserve
+//!           | prompts, held prefix and pages agree)          v
+//!           v  -> Reserved                              +---------+  every piece landed and Done
+//!      +---------+   deadline, cancel, Abort,           | Offered | ------------------------> Committed
+//!      |  Open   | --- channel lost, post failed --+    +---------+                   (proof: landed)
+//!      +---------+                                 |         | Failed, deadline, cancel, channel lost
+//!       | ^  | chunk_written: Post                 |         v  -> Failed; Abort if P does not know; Revoke
+//!       | +--+                                     |    +----------+  fabric reports quiet
+//!       v finish: Post, Done                       |    | Draining | ------------------------> Quiet
+//!      +---------+                                 |    +----------+                   (proof: quiet)
+//!      | Pushed  | ------------- as above ------+  |      | ^ drain deadline: quarantined, channel closed,
+//!      +---------+                              |  |      +-+ fence again; never freed by time
+//!           | all posts settled                 v  v
+//!           v                               +----------+
+//!       Delivered, Quiet                    | Draining |  Stop; all posts settled -> Quiet,
+//!                                           +----------+  Drained to D unless poisoned or the channel is gone
+//!
+//!  P, per room: free -> Request | Held Reserve | Tombstone -> free. Each second live use is refused by name.
+//! ```
+//!
+//! The invariants, which code and tests name:
+//!
+//! - **H1** Each page has one owner (free list, prefix cache, one sequence, one attempt as destination, quarantine), and
+//!   owners sum to the pool. Readers take counted leases; a leased page is neither freed, evicted nor written; writing
+//!   needs ownership and no foreign lease. D's held prefix is leased from Reserve to commit or end.
+//! - **H2** A page whose address a peer has seen returns to the free list only by spending a [`fence::FenceProof`] of
+//!   that attempt.
+//! - **H3** Frames, completions and immediates of another attempt, session or incarnation change nothing.
+//! - **H4** Decode reads nothing before each piece of the set landed, Done came, and the pages are visible to its device.
+//!   A failure recorded before D's commit wins.
+//! - **H5** Source pages stay unchanged and unfreed until each write that names them has settled.
+//! - **H6** Each non-terminal state has a deadline, and every deadline leads towards an end. Monotonic time only.
+//! - **H7** Each attempt ends once: delivered, refused or aborted; the client gets exactly one outcome, never an empty
+//!   success.
+//! - **H8** A retry is a new attempt and a new room.
+//! - **H9** For greedy and for seeded sampling, split and unsplit answers are the same.
+//! - **H10** A page leaves a sequence only after the last launched step or copy that names it has completed, and is not
+//!   shown to a peer before.
+
 pub mod cause;
+pub mod deadline;
 pub mod fence;
 pub mod ids;
 pub mod layout;
+pub mod limits;
+pub mod sink;
+pub mod source;
 pub mod ticket;
 pub mod wire;
+
+#[cfg(test)]
+mod pair;

@@ -1,0 +1,442 @@
+//! The decode side of the handoff: offering pages, collecting pieces, and the end of attempts. *Pure.*
+//!
+//! The diagram of this machine stands in the crate's documentation. It is the only maker of [`FenceProof`]s, and makes
+//! one only when every piece of a set landed, when the fabric reported quiet, or when nothing was ever shown to a peer.
+
+use std::{collections::BTreeMap, mem};
+
+use crate::{
+    cause::{Cause, CauseKind, Side},
+    deadline::Deadlines,
+    fence::{Basis, FenceProof, Publication, PublishedPages},
+    ids::{Attempt, Channel, RequestId, Room, Time},
+    layout::{Mapping, PieceSet, PoolShape},
+    limits::Limits,
+    ticket::{Address, Ticket},
+    wire::{Done, FirstToken, Frame, PAGES_MAX, Reserve, prompt_hash},
+};
+
+/// What the engine learns.
+#[derive(PartialEq, Debug)]
+pub enum SinkFact {
+    Committed { request: RequestId, pages: PublishedPages, proof: FenceProof, first: FirstToken },
+    Failed { request: RequestId, cause: Cause },
+    Quiet { pages: PublishedPages, proof: FenceProof },
+}
+
+#[derive(PartialEq, Debug)]
+pub enum SinkEffect {
+    /// Open a channel to this prefill worker; answered by `channel_up` or `dial_failed`.
+    Dial {
+        address: Address,
+    },
+    Send {
+        channel: Channel,
+        frame: Frame,
+    },
+    /// Accept the pieces of this attempt into these pages. Comes before the Reserve that shows them.
+    Expect {
+        attempt: Attempt,
+        pages: Vec<u32>,
+        mapping: Mapping,
+    },
+    /// Accept nothing more, and report when no write is in progress or can begin.
+    Revoke {
+        attempt: Attempt,
+    },
+    /// P says that all its writes have settled: a one-sided fabric needs it for its proof.
+    PeerDrained {
+        attempt: Attempt,
+    },
+    /// The attempt has committed: every piece is there, so none is accepted any more.
+    Release {
+        attempt: Attempt,
+    },
+    CloseChannel {
+        channel: Channel,
+        why: String,
+    },
+    Fact(SinkFact),
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+enum Timer {
+    Request(RequestId),
+    Drain(Attempt),
+}
+
+struct Peer {
+    address: Address,
+    shape: PoolShape,
+}
+
+/// A request that is neither committed nor failed.
+struct Live {
+    room: Room,
+    pages: PublishedPages,
+    publication: Publication,
+    state: State,
+}
+
+enum State {
+    /// No channel to the prefill worker yet: nobody has seen the pages.
+    Dialling { address: Address, prompt_tokens: u32, prompt_hash: u128 },
+    /// The pages were offered.
+    Offered { attempt: Attempt, landed: PieceSet, done: Option<Done> },
+}
+
+/// An attempt that ended before its commit: its pages wait for proof of quiet.
+struct Draining {
+    pages: PublishedPages,
+    publication: Publication,
+    /// The drain deadline has passed at least once.
+    quarantined: bool,
+}
+
+/// The decode side of one worker.
+pub struct Sink {
+    shape: PoolShape,
+    limits: Limits,
+    channels: BTreeMap<Channel, Peer>,
+    by_address: BTreeMap<Address, Channel>,
+    live: BTreeMap<RequestId, Live>,
+    attempts: BTreeMap<Attempt, RequestId>,
+    draining: BTreeMap<Attempt, Draining>,
+    deadlines: Deadlines<Timer>,
+    last_number: u64,
+    effects: Vec<SinkEffect>,
+}
+
+impl Sink {
+    pub fn new(shape: PoolShape, limits: Limits) -> Self {
+        Self {
+            shape,
+            limits,
+            channels: BTreeMap::new(),
+            by_address: BTreeMap::new(),
+            live: BTreeMap::new(),
+            attempts: BTreeMap::new(),
+            draining: BTreeMap::new(),
+            deadlines: Deadlines::default(),
+            last_number: 0,
+            effects: Vec::new(),
+        }
+    }
+
+    /// What is to be done, in order. The caller does it at once.
+    pub fn effects(&mut self) -> Vec<SinkEffect> {
+        mem::take(&mut self.effects)
+    }
+
+    pub fn next_deadline(&self) -> Time {
+        self.deadlines.next()
+    }
+
+    /// Requests that wait for a channel.
+    pub fn dialling(&self) -> usize {
+        self.live.len() - self.attempts.len()
+    }
+
+    /// Requests whose pages were offered.
+    pub fn offered(&self) -> usize {
+        self.attempts.len()
+    }
+
+    /// Pages of ended attempts that are not proven quiet, and how many of them are past the drain deadline.
+    pub fn draining_pages(&self) -> (usize, usize) {
+        let pages = |only_quarantined: bool| {
+            let counted = self.draining.values().filter(|draining| draining.quarantined || !only_quarantined);
+            counted.map(|draining| draining.pages.len()).sum()
+        };
+        (pages(false), pages(true))
+    }
+
+    /// True when every list of pages has been given back.
+    pub fn is_idle(&self) -> bool {
+        self.live.is_empty() && self.draining.is_empty()
+    }
+
+    /// Offers `pages`, room for the whole prompt, to the prefill worker of the ticket.
+    pub fn reserve(&mut self, now: Time, id: RequestId, ticket: &Ticket, prompt: &[u32], mut pages: PublishedPages) {
+        self.last_number += 1;
+        let publication = Publication(self.last_number);
+        pages.bind(publication);
+        let needed = self.shape.pages_for(prompt.len());
+        let address = ticket.address();
+        let state = State::Dialling {
+            address: address.clone(),
+            prompt_tokens: prompt.len() as u32,
+            prompt_hash: prompt_hash(prompt),
+        };
+        let wrong = pages.len() != needed || pages.len() > PAGES_MAX;
+        let given = pages.len();
+        self.live.insert(id, Live { room: ticket.room, pages, publication, state });
+        self.deadlines.set(Timer::Request(id), now.after_ms(self.limits.waiting_timeout_ms));
+        if wrong {
+            let message = format!("the engine gave {given} pages for a prompt that needs {needed}; please report this");
+            self.end(now, id, Cause::new(Side::Decode, CauseKind::Internal, message), true);
+        } else if let Some(&channel) = self.by_address.get(&address) {
+            self.offer(channel, id);
+        } else {
+            self.effects.push(SinkEffect::Dial { address });
+        }
+    }
+
+    /// Ends a request for a reason of this worker or of its client.
+    pub fn cancel(&mut self, now: Time, id: RequestId, cause: Cause) {
+        self.end(now, id, cause, true);
+    }
+
+    /// `address` is served by `channel`, which passed Hello. Another address may have led to it before.
+    pub fn channel_up(&mut self, now: Time, address: Address, channel: Channel, shape: PoolShape) {
+        if let Some(&old) = self.by_address.get(&address)
+            && old != channel
+        {
+            let why = "a new channel to the same prefill worker took its place";
+            self.effects.push(SinkEffect::CloseChannel { channel: old, why: why.into() });
+            self.channel_down(now, old, why);
+        }
+        self.by_address.insert(address.clone(), channel);
+        self.channels.entry(channel).or_insert(Peer { address: address.clone(), shape });
+        for id in self.dialling_to(&address) {
+            self.offer(channel, id);
+        }
+    }
+
+    /// No channel to `address` could be made.
+    pub fn dial_failed(&mut self, now: Time, address: &Address, cause: Cause) {
+        for id in self.dialling_to(address) {
+            self.end(now, id, cause.clone(), true);
+        }
+    }
+
+    /// The channel is lost: every attempt of it that is not committed ends, and D proves quiet by itself.
+    pub fn channel_down(&mut self, now: Time, channel: Channel, why: &str) {
+        let Some(peer) = self.channels.remove(&channel) else {
+            return;
+        };
+        self.by_address.retain(|_, known| *known != channel);
+        let message = format!("the channel to the prefill worker {} was lost: {why}; a retry is safe", peer.address);
+        let cause = Cause::new(Side::Decode, CauseKind::Lost, message);
+        let lost: Vec<RequestId> = self
+            .attempts
+            .iter()
+            .filter(|(attempt, _)| attempt.channel() == channel)
+            .map(|(_, request)| *request)
+            .collect();
+        for id in lost {
+            self.end(now, id, cause.clone(), false);
+        }
+    }
+
+    /// A frame came over `channel`. Frames of other channels' attempts, and of attempts that are over, change nothing
+    /// (H3).
+    pub fn frame(&mut self, now: Time, channel: Channel, frame: Frame) {
+        if !self.channels.contains_key(&channel) || frame.attempt().is_some_and(|attempt| attempt.channel() != channel)
+        {
+            return;
+        }
+        match frame {
+            Frame::Done(done) => self.done(now, done),
+            Frame::Failed { attempt, cause } => {
+                if let Some(&id) = self.attempts.get(&attempt) {
+                    self.end(now, id, cause, false);
+                }
+            }
+            Frame::Drained { attempt } => self.drained(now, attempt),
+            Frame::Ping { .. } => {}
+            Frame::Reserve(_) | Frame::Abort { .. } | Frame::Settled { .. } => {
+                let why = "the prefill worker sent a frame that only a decode worker sends";
+                self.effects.push(SinkEffect::CloseChannel { channel, why: why.into() });
+                self.channel_down(now, channel, why);
+            }
+        }
+    }
+
+    /// Pieces of the attempt are in its pages, and visible to the device.
+    pub fn landed(&mut self, attempt: Attempt, pieces: &[u32]) {
+        let Some(&id) = self.attempts.get(&attempt) else {
+            return;
+        };
+        if let Some(Live { state: State::Offered { landed, .. }, .. }) = self.live.get_mut(&id) {
+            for &piece in pieces {
+                landed.insert(piece as usize);
+            }
+        }
+        self.commit_if_complete(id);
+    }
+
+    /// The fabric proves that no write of the attempt is in progress or can begin.
+    pub fn quiet(&mut self, attempt: Attempt) {
+        if let Some(Draining { pages, publication, .. }) = self.draining.remove(&attempt) {
+            self.deadlines.clear(Timer::Drain(attempt));
+            let proof = FenceProof::new(publication, Basis::Quiet);
+            self.fact(SinkFact::Quiet { pages, proof });
+        }
+    }
+
+    /// Lets every passed deadline act.
+    pub fn tick(&mut self, now: Time) {
+        while let Some(timer) = self.deadlines.pop(now) {
+            match timer {
+                Timer::Request(id) => self.request_expired(now, id),
+                Timer::Drain(attempt) => self.drain_expired(now, attempt),
+            }
+        }
+    }
+
+    fn request_expired(&mut self, now: Time, id: RequestId) {
+        let Some(live) = self.live.get(&id) else {
+            return;
+        };
+        let waited = self.limits.waiting_timeout_ms;
+        let message = match &live.state {
+            State::Dialling { address, .. } => {
+                format!("the prefill worker {address} could not be reached within {waited} ms; a retry is safe")
+            }
+            State::Offered { landed, done, .. } => format!(
+                "the prompt of bootstrap_room {} did not arrive within {waited} ms ({} of {} pieces, Done {}); a retry is safe",
+                live.room,
+                landed.landed(),
+                landed.size(),
+                if done.is_some() { "came" } else { "missing" },
+            ),
+        };
+        self.end(now, id, Cause::new(Side::Decode, CauseKind::Timeout, message), true);
+    }
+
+    /// The fabric could not prove quiet in time. The pages stay where they are; the peer is fenced, again and again.
+    fn drain_expired(&mut self, now: Time, attempt: Attempt) {
+        let Some(draining) = self.draining.get_mut(&attempt) else {
+            return;
+        };
+        draining.quarantined = true;
+        self.deadlines.set(Timer::Drain(attempt), now.after_ms(self.limits.drain_timeout_ms));
+        self.effects.push(SinkEffect::Revoke { attempt });
+        let why = format!("an ended attempt was not quiet within {} ms", self.limits.drain_timeout_ms);
+        let channel = attempt.channel();
+        self.effects.push(SinkEffect::CloseChannel { channel, why: why.clone() });
+        self.channel_down(now, channel, &why);
+    }
+
+    fn dialling_to(&self, wanted: &Address) -> Vec<RequestId> {
+        let waits = |live: &Live| matches!(&live.state, State::Dialling { address, .. } if address == wanted);
+        let mut ids: Vec<_> =
+            self.live.iter().filter(|(_, live)| waits(live)).map(|(id, live)| (live.publication, *id)).collect();
+        // P accepts attempt numbers in growing order only.
+        ids.sort_unstable();
+        ids.into_iter().map(|(_, id)| id).collect()
+    }
+
+    /// Shows the request's pages to the peer of `channel`.
+    fn offer(&mut self, channel: Channel, id: RequestId) {
+        let (Some(peer), Some(live)) = (self.channels.get(&channel), self.live.get_mut(&id)) else {
+            return;
+        };
+        let State::Dialling { prompt_tokens, prompt_hash: hash, .. } = live.state else {
+            return;
+        };
+        let attempt = channel.attempt(live.publication.0);
+        let mapping = Mapping::new(&peer.shape, &self.shape);
+        let pages = live.pages.numbers().to_vec();
+        let landed = PieceSet::new(mapping.pieces(pages.len()));
+        live.state = State::Offered { attempt, landed, done: None };
+        self.attempts.insert(attempt, id);
+        let reserve = Reserve {
+            attempt,
+            room: live.room,
+            prompt_tokens,
+            prompt_hash: hash,
+            held_tokens: 0,
+            held_hash: prompt_hash(&[]),
+            pages: pages.clone(),
+        };
+        self.effects.push(SinkEffect::Expect { attempt, pages, mapping });
+        self.effects.push(SinkEffect::Send { channel, frame: Frame::Reserve(reserve) });
+    }
+
+    fn done(&mut self, now: Time, done: Done) {
+        let Some(&id) = self.attempts.get(&done.attempt) else {
+            return;
+        };
+        let Some(Live { state: State::Offered { landed, done: known, .. }, .. }) = self.live.get_mut(&id) else {
+            return;
+        };
+        if known.is_some() {
+            return;
+        }
+        let sent: u64 = done.account.iter().fold(0, |sum, sent| sum.saturating_add(sent.pieces));
+        if sent != landed.size() as u64 {
+            let message = format!(
+                "the prefill worker says it sent {sent} pieces of the prompt, it has {}; a retry is safe",
+                landed.size()
+            );
+            self.end(now, id, Cause::new(Side::Decode, CauseKind::Internal, message), true);
+            return;
+        }
+        *known = Some(done);
+        self.commit_if_complete(id);
+    }
+
+    /// H4: each piece of the set landed, and Done came.
+    fn commit_if_complete(&mut self, id: RequestId) {
+        let complete = matches!(
+            self.live.get(&id).map(|live| &live.state),
+            Some(State::Offered { landed, done: Some(_), .. }) if landed.is_full()
+        );
+        if !complete {
+            return;
+        }
+        let Some(Live { pages, publication, state: State::Offered { attempt, done: Some(done), .. }, .. }) =
+            self.live.remove(&id)
+        else {
+            return;
+        };
+        self.attempts.remove(&attempt);
+        self.deadlines.clear(Timer::Request(id));
+        self.effects.push(SinkEffect::Release { attempt });
+        let proof = FenceProof::new(publication, Basis::Landed);
+        self.fact(SinkFact::Committed { request: id, pages, proof, first: done.first });
+    }
+
+    /// P has settled everything it posted for an attempt that it, or we, ended.
+    fn drained(&mut self, now: Time, attempt: Attempt) {
+        if let Some(&id) = self.attempts.get(&attempt) {
+            let message = "the prefill worker ended the transfer without a reason";
+            self.end(now, id, Cause::new(Side::Prefill, CauseKind::Internal, message), false);
+        }
+        if self.draining.contains_key(&attempt) {
+            self.effects.push(SinkEffect::PeerDrained { attempt });
+        }
+    }
+
+    /// Ends a request that is neither committed nor failed: one Failed to the engine (H7); its pages stay with the
+    /// attempt until quiet. `tell` is false when the peer knows already, or is gone.
+    fn end(&mut self, now: Time, id: RequestId, cause: Cause, tell: bool) {
+        let Some(Live { room, pages, publication, state }) = self.live.remove(&id) else {
+            return;
+        };
+        self.deadlines.clear(Timer::Request(id));
+        match state {
+            State::Dialling { .. } => {
+                self.fact(SinkFact::Failed { request: id, cause });
+                self.fact(SinkFact::Quiet { pages, proof: FenceProof::new(publication, Basis::NeverShown) });
+            }
+            State::Offered { attempt, .. } => {
+                self.attempts.remove(&attempt);
+                if tell {
+                    let frame = Frame::Abort { attempt, room, cause: cause.clone() };
+                    self.effects.push(SinkEffect::Send { channel: attempt.channel(), frame });
+                }
+                self.fact(SinkFact::Failed { request: id, cause });
+                self.draining.insert(attempt, Draining { pages, publication, quarantined: false });
+                self.deadlines.set(Timer::Drain(attempt), now.after_ms(self.limits.drain_timeout_ms));
+                self.effects.push(SinkEffect::Revoke { attempt });
+            }
+        }
+    }
+
+    fn fact(&mut self, fact: SinkFact) {
+        self.effects.push(SinkEffect::Fact(fact));
+    }
+}

@@ -1,0 +1,551 @@
+//! The prefill side of the handoff: rendezvous, posting, and the end of attempts. *Pure.*
+//!
+//! The diagram of this machine stands in the crate's documentation. Inputs are calls of the engine, frames, facts of the
+//! fabric, and time; outputs are [`SourceEffect`]s, each of which names its attempt and is safe to repeat.
+
+use std::{
+    collections::{BTreeMap, btree_map::Entry},
+    mem,
+    ops::Range,
+};
+
+use crate::{
+    cause::{Cause, CauseKind, Side},
+    deadline::Deadlines,
+    ids::{Attempt, Channel, RequestId, Room, Time},
+    layout::{Mapping, PoolShape},
+    limits::Limits,
+    wire::{Done, FirstToken, Frame, Phases, Reserve, Sent},
+};
+
+mod rendezvous;
+
+/// One contiguous range of P's memory to write into D's memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Piece {
+    /// Index in the attempt's set; D derives the destination from it.
+    pub index: u32,
+    /// Where it comes from: rank and byte offset in that rank's pool.
+    pub source_rank: u32,
+    pub source_offset: usize,
+    /// Where it goes: rank, and byte offset in that rank's pool (used by one-sided backends).
+    pub target_rank: u32,
+    pub target_offset: usize,
+    pub bytes: usize,
+}
+
+/// How posted pieces came to their end at P.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Settlement {
+    /// Handed over whole.
+    Sent,
+    /// Never begun, or stopped before the end; P reads the source no more.
+    Dropped,
+    /// P reads the source no more, but whether D was written is unknown: the attempt is poisoned.
+    Unknown,
+}
+
+/// What the engine learns.
+#[derive(Clone, PartialEq, Debug)]
+pub enum SourceFact {
+    Reserved {
+        request: RequestId,
+        held_tokens: u32,
+    },
+    /// Everything was handed over: so many bytes, from the first post (or Reserve, when D held the whole prompt) on.
+    Delivered {
+        request: RequestId,
+        bytes: u64,
+        since: Time,
+    },
+    Failed {
+        request: RequestId,
+        cause: Cause,
+    },
+    Quiet {
+        request: RequestId,
+    },
+}
+
+#[derive(Clone, PartialEq, Debug)]
+pub enum SourceEffect {
+    Send {
+        channel: Channel,
+        frame: Frame,
+    },
+    Post {
+        attempt: Attempt,
+        pieces: Vec<Piece>,
+    },
+    /// Begin no further post of the attempt, and settle what is posted.
+    Stop {
+        attempt: Attempt,
+    },
+    CloseChannel {
+        channel: Channel,
+        why: String,
+    },
+    Fact(SourceFact),
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+enum Timer {
+    Request(RequestId),
+    Room(Room),
+}
+
+struct Peer {
+    shape: PoolShape,
+    mapping: Mapping,
+    /// The highest attempt number that this channel has named: a Reserve must be above it (H3).
+    highest: u64,
+}
+
+/// What a room is in use for.
+enum RoomUse {
+    /// A request, in any state up to quiet.
+    Request(RequestId),
+    /// A Reserve whose request has not come.
+    Held(Reserve),
+    /// One half ended before the other came; the next that meets it gets this cause.
+    Tombstone(Cause),
+}
+
+struct Request {
+    room: Room,
+    arrived: Time,
+    state: State,
+}
+
+enum State {
+    /// No Reserve yet.
+    Waiting { prompt: Box<[u32]> },
+    /// D's pages are known; chunks are posted as they are finished.
+    Open(Transfer),
+    /// Done was sent; the last posts are settling.
+    Pushed(Transfer),
+    /// Failed; the posts are settling. `tell` says whether D still is owed Drained.
+    Draining { transfer: Transfer, tell: bool },
+}
+
+struct Transfer {
+    attempt: Attempt,
+    opened: Time,
+    first_post: Option<Time>,
+    /// Pages of the prompt, and how many of them D holds already.
+    pages: usize,
+    held: usize,
+    targets: Vec<u32>,
+    /// Pages that the engine has reported as written, from the first on.
+    written: usize,
+    outstanding: u64,
+    poisoned: bool,
+    account: BTreeMap<u32, Sent>,
+}
+
+/// The prefill side of one worker.
+pub struct Source {
+    shape: PoolShape,
+    limits: Limits,
+    peers: BTreeMap<Channel, Peer>,
+    rooms: BTreeMap<Room, RoomUse>,
+    requests: BTreeMap<RequestId, Request>,
+    attempts: BTreeMap<Attempt, RequestId>,
+    deadlines: Deadlines<Timer>,
+    held: usize,
+    tombstones: usize,
+    effects: Vec<SourceEffect>,
+}
+
+impl Source {
+    pub fn new(shape: PoolShape, limits: Limits) -> Self {
+        Self {
+            shape,
+            limits,
+            peers: BTreeMap::new(),
+            rooms: BTreeMap::new(),
+            requests: BTreeMap::new(),
+            attempts: BTreeMap::new(),
+            deadlines: Deadlines::default(),
+            held: 0,
+            tombstones: 0,
+            effects: Vec::new(),
+        }
+    }
+
+    /// What is to be done, in order. The caller does it at once.
+    pub fn effects(&mut self) -> Vec<SourceEffect> {
+        mem::take(&mut self.effects)
+    }
+
+    pub fn next_deadline(&self) -> Time {
+        self.deadlines.next()
+    }
+
+    /// Requests without Reserve.
+    pub fn waiting(&self) -> usize {
+        self.requests.values().filter(|request| matches!(request.state, State::Waiting { .. })).count()
+    }
+
+    /// Requests after their prefill, or after their end, whose posts have not settled.
+    pub fn inflight(&self) -> usize {
+        let settling = |state: &State| matches!(state, State::Pushed(_) | State::Draining { .. });
+        self.requests.values().filter(|request| settling(&request.state)).count()
+    }
+
+    /// True when no request, Reserve or attempt is left; tombstones may be.
+    pub fn is_idle(&self) -> bool {
+        self.requests.is_empty() && self.attempts.is_empty() && self.held == 0
+    }
+
+    /// A channel passed Hello. A channel of the same decode process that is still open ends first.
+    pub fn channel_up(&mut self, now: Time, channel: Channel, shape: PoolShape) {
+        let older: Vec<Channel> = self.peers.keys().filter(|old| old.decode == channel.decode).copied().collect();
+        for old in older {
+            if old != channel {
+                let why = "the decode worker opened a new channel";
+                self.effects.push(SourceEffect::CloseChannel { channel: old, why: why.into() });
+                self.channel_down(now, old, why);
+            }
+        }
+        if self.peers.len() >= self.limits.channels_max {
+            let why = format!("{} channels are open, the limit of this prefill worker", self.peers.len());
+            self.effects.push(SourceEffect::CloseChannel { channel, why });
+            return;
+        }
+        let mapping = Mapping::new(&self.shape, &shape);
+        self.peers.insert(channel, Peer { shape, mapping, highest: 0 });
+    }
+
+    /// The channel is lost: every attempt of it that is not delivered ends.
+    pub fn channel_down(&mut self, now: Time, channel: Channel, why: &str) {
+        if self.peers.remove(&channel).is_none() {
+            return;
+        }
+        let cause = Cause::new(
+            Side::Prefill,
+            CauseKind::Lost,
+            format!("the channel to the decode worker was lost: {why}; a retry is safe"),
+        );
+        let held =
+            |room_use: &RoomUse| matches!(room_use, RoomUse::Held(reserve) if reserve.attempt.channel() == channel);
+        let rooms: Vec<Room> =
+            self.rooms.iter().filter(|(_, room_use)| held(room_use)).map(|(room, _)| *room).collect();
+        for room in rooms {
+            self.drop_room(room);
+            self.bury(now, room, cause.clone());
+        }
+        let requests: Vec<RequestId> = self
+            .attempts
+            .iter()
+            .filter(|(attempt, _)| attempt.channel() == channel)
+            .map(|(_, request)| *request)
+            .collect();
+        for request in requests {
+            self.end(now, request, cause.clone(), Notice::None);
+        }
+    }
+
+    /// The engine takes in a request of `prompt` under `room`.
+    pub fn request(&mut self, now: Time, id: RequestId, room: Room, prompt: &[u32]) {
+        let refusal = match self.rooms.get(&room) {
+            None => None,
+            Some(RoomUse::Held(_)) => None,
+            Some(RoomUse::Tombstone(cause)) => Some(cause.clone()),
+            Some(RoomUse::Request(_)) => Some(Cause::new(
+                Side::Prefill,
+                CauseKind::Refused,
+                format!(
+                    "bootstrap_room {room} is in use by another live request; each request needs a room of its own"
+                ),
+            )),
+        };
+        if let Some(cause) = refusal {
+            if matches!(self.rooms.get(&room), Some(RoomUse::Tombstone(_))) {
+                self.drop_room(room);
+            }
+            self.fact(SourceFact::Failed { request: id, cause });
+            self.fact(SourceFact::Quiet { request: id });
+            return;
+        }
+        let held = self.drop_room(room);
+        self.rooms.insert(room, RoomUse::Request(id));
+        self.requests.insert(id, Request { room, arrived: now, state: State::Waiting { prompt: prompt.into() } });
+        self.deadlines.set(Timer::Request(id), now.after_ms(self.limits.bootstrap_timeout_ms));
+        if let Some(RoomUse::Held(reserve)) = held {
+            self.meet(now, id, reserve);
+        }
+    }
+
+    /// The device finished `pages[range]`; see [`Source::finish`].
+    pub fn chunk_written(&mut self, now: Time, id: RequestId, pages: &[u32], range: Range<usize>) {
+        let Some(Request { state: State::Open(transfer), .. }) = self.requests.get_mut(&id) else {
+            return;
+        };
+        let bounds = transfer.written == range.start && range.end >= range.start;
+        if !bounds || range.end > transfer.pages || range.end > pages.len() {
+            let cause = Cause::new(
+                Side::Prefill,
+                CauseKind::Internal,
+                format!(
+                    "the engine reported pages {range:?} after {} of {}, which is out of order; please report this",
+                    transfer.written, transfer.pages
+                ),
+            );
+            self.end(now, id, cause, Notice::Failed);
+            return;
+        }
+        transfer.written = range.end;
+        let attempt = transfer.attempt;
+        let Some(peer) = self.peers.get(&attempt.channel()) else {
+            return;
+        };
+        let fresh = range.start.max(transfer.held)..range.end;
+        let pieces = pieces_of(&self.shape, peer, transfer, pages, fresh);
+        for piece in &pieces {
+            let sent = transfer.account.entry(piece.target_rank).or_insert(Sent {
+                rank: piece.target_rank,
+                rail: 0,
+                pieces: 0,
+                bytes: 0,
+            });
+            sent.pieces += 1;
+            sent.bytes += piece.bytes as u64;
+        }
+        transfer.outstanding += pieces.len() as u64;
+        if !pieces.is_empty() {
+            transfer.first_post.get_or_insert(now);
+        }
+        if !pieces.is_empty() {
+            self.effects.push(SourceEffect::Post { attempt, pieces });
+        }
+    }
+
+    /// The device finished the last pages, perhaps none: posts them and sends Done.
+    pub fn finish(&mut self, now: Time, id: RequestId, pages: &[u32], range: Range<usize>, first: FirstToken) {
+        self.chunk_written(now, id, pages, range);
+        let Some(request) = self.requests.get_mut(&id) else {
+            return;
+        };
+        let State::Open(transfer) = &request.state else {
+            return;
+        };
+        if transfer.written != transfer.pages {
+            let message = format!(
+                "the engine finished a prompt after {} of {} pages; please report this",
+                transfer.written, transfer.pages
+            );
+            self.end(now, id, Cause::new(Side::Prefill, CauseKind::Internal, message), Notice::Failed);
+            return;
+        }
+        let done = Done {
+            attempt: transfer.attempt,
+            first,
+            account: transfer.account.values().copied().collect(),
+            phases: Phases {
+                rendezvous_us: transfer.opened.micros_since(request.arrived),
+                prefill_us: now.micros_since(transfer.opened),
+            },
+        };
+        let channel = transfer.attempt.channel();
+        self.effects.push(SourceEffect::Send { channel, frame: Frame::Done(done) });
+        let placeholder = State::Waiting { prompt: Box::default() };
+        if let State::Open(transfer) = mem::replace(&mut request.state, placeholder) {
+            request.state = State::Pushed(transfer);
+        }
+        self.conclude(id);
+    }
+
+    /// Ends a request for a reason of this worker or of its client.
+    pub fn cancel(&mut self, now: Time, id: RequestId, cause: Cause) {
+        self.end(now, id, cause, Notice::Failed);
+    }
+
+    /// Posted pieces of `attempt` came to their end.
+    pub fn settled(&mut self, now: Time, attempt: Attempt, pieces: u64, how: Settlement) {
+        let Some(&id) = self.attempts.get(&attempt) else {
+            return;
+        };
+        let Some(request) = self.requests.get_mut(&id) else {
+            return;
+        };
+        let (State::Open(transfer) | State::Pushed(transfer) | State::Draining { transfer, .. }) = &mut request.state
+        else {
+            return;
+        };
+        debug_assert!(transfer.outstanding >= pieces, "H5: more pieces settled than were posted");
+        transfer.outstanding = transfer.outstanding.saturating_sub(pieces);
+        transfer.poisoned |= how == Settlement::Unknown;
+        let draining = matches!(request.state, State::Draining { .. });
+        if how != Settlement::Sent && pieces > 0 && !draining {
+            let cause = Cause::new(
+                Side::Prefill,
+                CauseKind::Lost,
+                "the transfer of the prompt's pages broke off; a retry is safe",
+            );
+            self.end(now, id, cause, Notice::Failed);
+            return;
+        }
+        self.conclude(id);
+    }
+
+    /// A frame came over `channel`. Frames of other channels' attempts change nothing (H3).
+    pub fn frame(&mut self, now: Time, channel: Channel, frame: Frame) {
+        if !self.peers.contains_key(&channel) || frame.attempt().is_some_and(|attempt| attempt.channel() != channel) {
+            return;
+        }
+        match frame {
+            Frame::Reserve(reserve) => self.reserved(now, channel, reserve),
+            Frame::Abort { attempt, room, cause } => self.aborted(now, attempt, room, cause),
+            Frame::Settled { .. } | Frame::Ping { .. } => {}
+            Frame::Done(_) | Frame::Failed { .. } | Frame::Drained { .. } => {
+                let why = "the decode worker sent a frame that only a prefill worker sends";
+                self.effects.push(SourceEffect::CloseChannel { channel, why: why.into() });
+                self.channel_down(now, channel, why);
+            }
+        }
+    }
+
+    /// Lets every passed deadline act.
+    pub fn tick(&mut self, now: Time) {
+        while let Some(timer) = self.deadlines.pop(now) {
+            match timer {
+                Timer::Room(room) => self.room_expired(room),
+                Timer::Request(id) => self.request_expired(now, id),
+            }
+        }
+    }
+
+    fn request_expired(&mut self, now: Time, id: RequestId) {
+        let Some(request) = self.requests.get(&id) else {
+            return;
+        };
+        let room = request.room;
+        match &request.state {
+            State::Waiting { .. } => {
+                let message = format!(
+                    "no decode worker offered pages for bootstrap_room {room} within {} ms; a retry is safe",
+                    self.limits.bootstrap_timeout_ms
+                );
+                self.end(now, id, Cause::new(Side::Prefill, CauseKind::Timeout, message), Notice::Failed);
+            }
+            State::Open(_) | State::Pushed(_) => {
+                let message = format!(
+                    "the handoff of bootstrap_room {room} took longer than {} ms; a retry is safe",
+                    self.limits.waiting_timeout_ms
+                );
+                self.end(now, id, Cause::new(Side::Prefill, CauseKind::Timeout, message), Notice::Failed);
+            }
+            State::Draining { transfer, .. } => {
+                let channel = transfer.attempt.channel();
+                let why =
+                    format!("the writes of an ended attempt did not settle within {} ms", self.limits.drain_timeout_ms);
+                self.effects.push(SourceEffect::CloseChannel { channel, why: why.clone() });
+                self.deadlines.set(Timer::Request(id), now.after_ms(self.limits.drain_timeout_ms));
+                self.channel_down(now, channel, &why);
+            }
+        }
+    }
+
+    /// Ends a request that has not ended: one Failed to the engine (H7), then quiet once its posts have settled.
+    fn end(&mut self, now: Time, id: RequestId, cause: Cause, notice: Notice) {
+        let Entry::Occupied(mut entry) = self.requests.entry(id) else {
+            return;
+        };
+        let transfer = match mem::replace(&mut entry.get_mut().state, State::Waiting { prompt: Box::default() }) {
+            State::Waiting { .. } => {
+                let room = entry.remove().room;
+                self.deadlines.clear(Timer::Request(id));
+                self.drop_room(room);
+                self.bury(now, room, cause.clone());
+                self.fact(SourceFact::Failed { request: id, cause });
+                self.fact(SourceFact::Quiet { request: id });
+                return;
+            }
+            State::Draining { transfer, tell } => {
+                let tell = tell && notice != Notice::None;
+                entry.get_mut().state = State::Draining { transfer, tell };
+                return;
+            }
+            State::Open(transfer) | State::Pushed(transfer) => transfer,
+        };
+        let attempt = transfer.attempt;
+        entry.get_mut().state = State::Draining { transfer, tell: notice != Notice::None };
+        self.deadlines.set(Timer::Request(id), now.after_ms(self.limits.drain_timeout_ms));
+        if notice == Notice::Failed {
+            let frame = Frame::Failed { attempt, cause: cause.clone() };
+            self.effects.push(SourceEffect::Send { channel: attempt.channel(), frame });
+        }
+        self.effects.push(SourceEffect::Stop { attempt });
+        self.fact(SourceFact::Failed { request: id, cause });
+        self.conclude(id);
+    }
+
+    /// Forgets a request whose posts have all settled, and says so to those who wait for it.
+    fn conclude(&mut self, id: RequestId) {
+        let Some(request) = self.requests.get(&id) else {
+            return;
+        };
+        let (transfer, delivered, tell) = match &request.state {
+            State::Pushed(transfer) => (transfer, true, false),
+            State::Draining { transfer, tell } => (transfer, false, *tell && !transfer.poisoned),
+            State::Waiting { .. } | State::Open(_) => return,
+        };
+        if transfer.outstanding > 0 {
+            return;
+        }
+        let (room, attempt) = (request.room, transfer.attempt);
+        let bytes = transfer.account.values().map(|sent| sent.bytes).sum();
+        let since = transfer.first_post.unwrap_or(transfer.opened);
+        if delivered {
+            self.fact(SourceFact::Delivered { request: id, bytes, since });
+        }
+        if tell {
+            self.send_drained(attempt);
+        }
+        self.fact(SourceFact::Quiet { request: id });
+        self.requests.remove(&id);
+        self.attempts.remove(&attempt);
+        self.deadlines.clear(Timer::Request(id));
+        self.drop_room(room);
+    }
+
+    fn send_drained(&mut self, attempt: Attempt) {
+        self.effects.push(SourceEffect::Send { channel: attempt.channel(), frame: Frame::Drained { attempt } });
+    }
+
+    fn fact(&mut self, fact: SourceFact) {
+        self.effects.push(SourceEffect::Fact(fact));
+    }
+}
+
+/// What D is to hear when an attempt ends at P.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Notice {
+    /// Failed, then Drained.
+    Failed,
+    /// D ended it: Drained alone.
+    Drained,
+    /// The channel is gone.
+    None,
+}
+
+/// The pieces of `fresh`, indices into the prompt's pages, each route of each page once.
+fn pieces_of(shape: &PoolShape, peer: &Peer, transfer: &Transfer, pages: &[u32], fresh: Range<usize>) -> Vec<Piece> {
+    let mapping = &peer.mapping;
+    let mut pieces = Vec::with_capacity(mapping.pieces(fresh.len()));
+    for page in fresh {
+        let in_set = page - transfer.held;
+        for (route_index, route) in mapping.routes().iter().enumerate() {
+            pieces.push(Piece {
+                index: mapping.piece(in_set, route_index) as u32,
+                source_rank: route.prefill_rank,
+                source_offset: shape.head_offset(pages[page], route.prefill_head),
+                target_rank: route.decode_rank,
+                target_offset: peer.shape.head_offset(transfer.targets[in_set], route.decode_head),
+                bytes: mapping.bytes(route),
+            });
+        }
+    }
+    pieces
+}
