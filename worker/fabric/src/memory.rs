@@ -49,6 +49,13 @@ impl PoolMemory {
         self.base.as_ptr()
     }
 
+    /// All bytes, for the one who holds the pool alone.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: the mapping has this length and is initialised (zeroed by the kernel); `&mut self` says that nobody else
+        // has a handle on the pool, and users of the raw pointer keep one while they use it.
+        unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr(), self.bytes) }
+    }
+
     pub fn len(&self) -> usize {
         self.bytes
     }
