@@ -1,13 +1,28 @@
 //! The decode side of the handoff as the engine thread sees it: calls that never block, and facts that come back.
+//!
+//! [`DecodeRole`] glues three parts and decides nothing itself: the pure machine (`handoff: sink`), the fabric that
+//! receives pages, and the control channels. The latter two hang behind traits, so that tests put scripted ones there.
 
+use std::{collections::BTreeMap, sync::Arc};
+
+use tandem_fabric::{SinkFabric, SinkReport, tcp::TcpSink};
 use tandem_handoff::{
     fence::{FenceProof, PublishedPages},
-    ids::Time,
+    ids::{Channel, RequestId, Time},
+    sink::{Sink, SinkEffect, SinkFact},
     ticket::Ticket,
     wire::{Cause, FirstToken},
 };
 
-use crate::request::{SampleError, SeqId};
+use crate::{
+    bootstrap::{
+        ControlEvent, ControlPlane, HandoffParts, HandoffStartError, dialler, limits, sample_error, stats::HandoffStats,
+    },
+    request::{SampleError, SeqId},
+};
+
+#[cfg(test)]
+pub mod scripted;
 
 /// What the decode side tells the engine. Each reserved list of pages comes back exactly once, by `Committed` or by
 /// `Quiet`; a request gets exactly one of `Committed` and `Failed`.
@@ -49,4 +64,153 @@ pub struct DecodeQueues {
     pub draining_pages: u32,
     /// Of these, pages past the drain deadline.
     pub quarantined_pages: u32,
+}
+
+/// The decode side over real channels.
+pub struct DecodeRole {
+    sink: Sink,
+    fabric: Box<dyn SinkFabric>,
+    control: Box<dyn ControlPlane>,
+    stats: Arc<HandoffStats>,
+    /// Bytes of the pages of each live request.
+    offered: BTreeMap<RequestId, u64>,
+    page_bytes: u64,
+    facts: Vec<DecodeFact>,
+}
+
+impl DecodeRole {
+    /// Dials prefill workers from `parts.runtime` when tickets name them, as long as the role lives.
+    ///
+    /// # Errors
+    /// When the key file cannot be used.
+    pub fn start(parts: HandoffParts<'_>) -> Result<Self, HandoffStartError> {
+        let shape = parts.shape;
+        let fabric = TcpSink::new(shape, parts.memories.clone(), parts.runtime.clone(), parts.waker.clone());
+        let control = dialler::start(&parts, fabric.clone())?;
+        let page_bytes = (shape.page_bytes() * shape.tp as usize) as u64;
+        let sink = Sink::new(shape, limits(parts.config));
+        Ok(Self::over(sink, Box::new(fabric), control, parts.stats, page_bytes))
+    }
+
+    /// The role over any fabric and any control plane. `page_bytes` counts all ranks.
+    pub fn over(
+        sink: Sink,
+        fabric: Box<dyn SinkFabric>,
+        control: Box<dyn ControlPlane>,
+        stats: Arc<HandoffStats>,
+        page_bytes: u64,
+    ) -> Self {
+        Self { sink, fabric, control, stats, offered: BTreeMap::new(), page_bytes, facts: Vec::new() }
+    }
+
+    fn control_event(&mut self, now: Time, event: ControlEvent) {
+        match event {
+            ControlEvent::Up { channel, address: Some(address), shape } => {
+                self.sink.channel_up(now, address, channel, shape);
+            }
+            ControlEvent::Up { address: None, .. } => {}
+            ControlEvent::Frame { channel, frame } => self.sink.frame(now, channel, frame),
+            ControlEvent::Down { channel, why } => self.channel_lost(now, channel, &why),
+            ControlEvent::DialFailed { address, cause } => self.sink.dial_failed(now, &address, cause),
+        }
+    }
+
+    fn channel_lost(&mut self, now: Time, channel: Channel, why: &str) {
+        self.sink.channel_down(now, channel, why);
+        self.act();
+        self.fabric.close(channel);
+    }
+
+    fn fabric_report(&mut self, now: Time, report: SinkReport) {
+        match report {
+            SinkReport::Landed { attempt, pieces } => self.sink.landed(attempt, &pieces),
+            SinkReport::Quiet { attempt } => self.sink.quiet(attempt),
+            SinkReport::Broken { channel, why } => {
+                self.control.close(channel, &why);
+                self.channel_lost(now, channel, &why);
+            }
+        }
+    }
+
+    fn act(&mut self) {
+        for effect in self.sink.effects() {
+            match effect {
+                SinkEffect::Dial { address } => self.control.dial(address),
+                SinkEffect::Send { channel, frame } => self.control.send(channel, frame),
+                SinkEffect::Expect { attempt, pages, mapping } => self.fabric.expect(attempt, &pages, mapping),
+                SinkEffect::Revoke { attempt } => self.fabric.revoke(attempt),
+                SinkEffect::PeerDrained { attempt } => self.fabric.peer_drained(attempt),
+                SinkEffect::Release { attempt } => self.fabric.release(attempt),
+                SinkEffect::CloseChannel { channel, why } => {
+                    self.control.close(channel, &why);
+                    self.fabric.close(channel);
+                }
+                SinkEffect::Fact(fact) => self.fact(fact),
+            }
+        }
+    }
+
+    fn fact(&mut self, fact: SinkFact) {
+        let fact = match fact {
+            SinkFact::Committed { request, pages, proof, first } => {
+                self.stats.committed(self.offered.remove(&request).unwrap_or(0));
+                DecodeFact::Committed { id: SeqId(request.0), pages, proof, first }
+            }
+            SinkFact::Failed { request, cause } => {
+                self.offered.remove(&request);
+                self.stats.transfer_failed();
+                DecodeFact::Failed { id: SeqId(request.0), error: sample_error(&cause) }
+            }
+            SinkFact::Quiet { pages, proof } => DecodeFact::Quiet { pages, proof },
+        };
+        self.facts.push(fact);
+    }
+}
+
+impl DecodeHandoff for DecodeRole {
+    fn reserve(&mut self, now: Time, id: SeqId, ticket: &Ticket, prompt: &[u32], pages: PublishedPages) {
+        let request = RequestId(id.0);
+        self.offered.insert(request, pages.len() as u64 * self.page_bytes);
+        self.sink.reserve(now, request, ticket, prompt, pages);
+        self.act();
+    }
+
+    fn cancel(&mut self, now: Time, id: SeqId, cause: Cause) {
+        self.sink.cancel(now, RequestId(id.0), cause);
+        self.act();
+    }
+
+    fn poll(&mut self, now: Time) -> Vec<DecodeFact> {
+        // The fabric first: a piece that landed before its channel was lost has landed.
+        for report in self.fabric.poll() {
+            self.fabric_report(now, report);
+            self.act();
+        }
+        for event in self.control.poll() {
+            self.control_event(now, event);
+            self.act();
+        }
+        // Quiet that the events above brought about at once.
+        for report in self.fabric.poll() {
+            self.fabric_report(now, report);
+            self.act();
+        }
+        self.sink.tick(now);
+        self.act();
+        std::mem::take(&mut self.facts)
+    }
+
+    fn next_deadline(&self) -> Time {
+        if self.facts.is_empty() { self.sink.next_deadline() } else { Time(0) }
+    }
+
+    fn queues(&self) -> DecodeQueues {
+        let (draining, quarantined) = self.sink.draining_pages();
+        DecodeQueues {
+            prealloc: self.sink.dialling() as u32,
+            transfer: self.sink.offered() as u32,
+            draining_pages: draining as u32,
+            quarantined_pages: quarantined as u32,
+        }
+    }
 }

@@ -1,5 +1,6 @@
 //! The worker: HTTP, scheduler, KV pool, roles.
 pub mod backend;
+pub mod bootstrap;
 pub mod config;
 pub mod decode_role;
 pub mod engine;

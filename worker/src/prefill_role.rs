@@ -1,14 +1,28 @@
 //! The prefill side of the handoff as the engine thread sees it: calls that never block, and facts that come back.
+//!
+//! [`PrefillRole`] glues three parts and decides nothing itself: the pure machine (`handoff: source`), the fabric that
+//! writes pages, and the control channels. The latter two hang behind traits, so that tests put scripted ones there.
 
-use std::ops::Range;
+use std::{collections::BTreeMap, net::SocketAddr, ops::Range, sync::Arc};
 
+use tandem_fabric::{SourceFabric, SourceReport, tcp::TcpSource};
 use tandem_handoff::{
-    ids::Time,
+    ids::{RequestId, Time},
+    source::{Source, SourceEffect, SourceFact},
     ticket::Ticket,
     wire::{Cause, FirstToken},
 };
 
-use crate::request::{SampleError, SeqId};
+use crate::{
+    bootstrap::{
+        ControlEvent, ControlPlane, HandoffParts, HandoffStartError, limits, listener, sample_error,
+        stats::HandoffStats,
+    },
+    request::{SampleError, SeqId},
+};
+
+#[cfg(test)]
+pub mod scripted;
 
 /// What the prefill side tells the engine. Each request gets exactly one of `Delivered` and `Failed`, and after it
 /// exactly one `Quiet`.
@@ -66,4 +80,151 @@ pub struct PrefillQueues {
     pub bootstrap: u32,
     /// Requests whose pages are pinned after their prefill, or after their end, until quiet.
     pub inflight: u32,
+}
+
+/// The prefill side over real channels.
+pub struct PrefillRole {
+    source: Source,
+    fabric: Box<dyn SourceFabric>,
+    control: Box<dyn ControlPlane>,
+    stats: Arc<HandoffStats>,
+    /// When each live request arrived, and when its Reserve met it: for the metrics.
+    met: BTreeMap<RequestId, (Time, Option<Time>)>,
+    facts: Vec<PrefillFact>,
+}
+
+impl PrefillRole {
+    /// Binds the bootstrap port and serves it from `parts.runtime` as long as the role lives. Returns the address, whose
+    /// port the system has chosen where the configuration says 0.
+    ///
+    /// # Errors
+    /// When the port cannot be bound or the key file cannot be used.
+    pub fn start(parts: HandoffParts<'_>) -> Result<(Self, SocketAddr), HandoffStartError> {
+        let fabric = TcpSource::new(parts.memories.clone(), parts.runtime.clone(), parts.waker.clone());
+        let (control, address) = listener::start(&parts, fabric.clone())?;
+        let source = Source::new(parts.shape, limits(parts.config));
+        Ok((Self::over(source, Box::new(fabric), control, parts.stats), address))
+    }
+
+    /// The role over any fabric and any control plane.
+    pub fn over(
+        source: Source,
+        fabric: Box<dyn SourceFabric>,
+        control: Box<dyn ControlPlane>,
+        stats: Arc<HandoffStats>,
+    ) -> Self {
+        Self { source, fabric, control, stats, met: BTreeMap::new(), facts: Vec::new() }
+    }
+
+    fn control_event(&mut self, now: Time, event: ControlEvent) {
+        match event {
+            ControlEvent::Up { channel, shape, .. } => self.source.channel_up(now, channel, shape),
+            ControlEvent::Frame { channel, frame } => self.source.frame(now, channel, frame),
+            ControlEvent::Down { channel, why } => {
+                self.source.channel_down(now, channel, &why);
+                self.fabric.close(channel);
+            }
+            ControlEvent::DialFailed { .. } => {}
+        }
+    }
+
+    fn fabric_report(&mut self, now: Time, report: SourceReport) {
+        match report {
+            SourceReport::Settled { attempt, pieces, how } => self.source.settled(now, attempt, pieces, how),
+            SourceReport::Broken { channel, why } => {
+                self.control.close(channel, &why);
+                self.source.channel_down(now, channel, &why);
+                self.fabric.close(channel);
+            }
+        }
+    }
+
+    fn act(&mut self, now: Time) {
+        for effect in self.source.effects() {
+            match effect {
+                SourceEffect::Send { channel, frame } => self.control.send(channel, frame),
+                SourceEffect::Post { attempt, pieces } => {
+                    self.stats.posted(&pieces);
+                    self.fabric.post(attempt, pieces);
+                }
+                SourceEffect::Stop { attempt } => self.fabric.stop(attempt),
+                SourceEffect::CloseChannel { channel, why } => {
+                    self.control.close(channel, &why);
+                    self.fabric.close(channel);
+                }
+                SourceEffect::Fact(fact) => self.fact(now, fact),
+            }
+        }
+    }
+
+    fn fact(&mut self, now: Time, fact: SourceFact) {
+        let fact = match fact {
+            SourceFact::Reserved { request, held_tokens } => {
+                if let Some((_, reserved)) = self.met.get_mut(&request) {
+                    *reserved = Some(now);
+                }
+                PrefillFact::Reserved { id: SeqId(request.0), held_tokens }
+            }
+            SourceFact::Delivered { request, bytes, since } => {
+                let (arrived, reserved) = self.met.remove(&request).unwrap_or((now, None));
+                let bootstrap_us = reserved.unwrap_or(now).micros_since(arrived);
+                self.stats.delivered(bytes, bootstrap_us, now.micros_since(since));
+                PrefillFact::Delivered { id: SeqId(request.0) }
+            }
+            SourceFact::Failed { request, cause } => {
+                match self.met.remove(&request) {
+                    Some((_, Some(_))) => self.stats.transfer_failed(),
+                    _ => self.stats.bootstrap_failed(),
+                }
+                PrefillFact::Failed { id: SeqId(request.0), error: sample_error(&cause) }
+            }
+            SourceFact::Quiet { request } => PrefillFact::Quiet { id: SeqId(request.0) },
+        };
+        self.facts.push(fact);
+    }
+}
+
+impl PrefillHandoff for PrefillRole {
+    fn request(&mut self, now: Time, id: SeqId, ticket: &Ticket, prompt: &[u32]) {
+        self.met.insert(RequestId(id.0), (now, None));
+        self.source.request(now, RequestId(id.0), ticket.room, prompt);
+        self.act(now);
+    }
+
+    fn chunk_written(&mut self, now: Time, id: SeqId, pages: &[u32], range: Range<usize>) {
+        self.source.chunk_written(now, RequestId(id.0), pages, range);
+        self.act(now);
+    }
+
+    fn finish(&mut self, now: Time, id: SeqId, pages: &[u32], range: Range<usize>, first: FirstToken) {
+        self.source.finish(now, RequestId(id.0), pages, range, first);
+        self.act(now);
+    }
+
+    fn cancel(&mut self, now: Time, id: SeqId, cause: Cause) {
+        self.source.cancel(now, RequestId(id.0), cause);
+        self.act(now);
+    }
+
+    fn poll(&mut self, now: Time) -> Vec<PrefillFact> {
+        for event in self.control.poll() {
+            self.control_event(now, event);
+            self.act(now);
+        }
+        for report in self.fabric.poll() {
+            self.fabric_report(now, report);
+            self.act(now);
+        }
+        self.source.tick(now);
+        self.act(now);
+        std::mem::take(&mut self.facts)
+    }
+
+    fn next_deadline(&self) -> Time {
+        if self.facts.is_empty() { self.source.next_deadline() } else { Time(0) }
+    }
+
+    fn queues(&self) -> PrefillQueues {
+        PrefillQueues { bootstrap: self.source.waiting() as u32, inflight: self.source.inflight() as u32 }
+    }
 }

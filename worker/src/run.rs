@@ -22,15 +22,18 @@ use crate::{
         Backend,
         cpu::{self, Cpu},
     },
+    bootstrap::{HandoffParts, HandoffStartError, stats::HandoffStats},
     config::{
         EngineConfig, Role, WorkerArgs,
         check::{ModelFacts, Settings},
     },
+    decode_role::DecodeRole,
     engine::{self, EngineHandle, EngineParts, EngineWaker, RoleDriver},
     error::StartError,
     host,
     http::{self, App, Facts, body::BodyLimits, listen},
     metrics::Metrics,
+    prefill_role::PrefillRole,
 };
 
 /// Threads that carry sockets; the engine and the backend have their own.
@@ -77,12 +80,23 @@ impl Worker {
         let model = tandem_model::load(&settings.model_path, &options).map_err(|e| StartError::Model(e.to_string()))?;
         let config = engine_config(&settings, &model)?;
         let facts = facts(&settings, &config, &model, socket)?;
-        let Model { config: shape, weights, tokenizer, generation, .. } = model;
+        let Model { config: shape, weights, tokenizer, generation, fingerprint, .. } = model;
         let backend = Cpu::start(&shape, weights, &config).map_err(|e| StartError::Engine(e.to_string()))?;
         let facts = Facts { numerics: backend.numerics_id(), ..facts };
         let metrics = Arc::new(Metrics::new(&settings.served_model_name, settings.role.engine_type()));
         let waker = EngineWaker::new();
-        let role = start_role(&settings, runtime)?;
+        let parts = HandoffParts {
+            config: &settings.handoff,
+            shape: cpu::pool_shape(&shape, &config),
+            memories: backend.memory().to_vec(),
+            fingerprint: fingerprint.0,
+            numerics: facts.numerics.clone(),
+            waker: waker.clone().into_fn(),
+            runtime: runtime.handle().clone(),
+            stats: Arc::new(HandoffStats::feeding(metrics.transfer.clone())),
+        };
+        let (role, bootstrap_port) = start_role(settings.role, parts)?;
+        let facts = Facts { bootstrap_port: bootstrap_port.unwrap_or(facts.bootstrap_port), ..facts };
         let engine = engine::spawn(EngineParts {
             config,
             backend: Box::new(backend),
@@ -196,10 +210,16 @@ fn facts(settings: &Settings, config: &EngineConfig, model: &Model, socket: &Tcp
     })
 }
 
-fn start_role(settings: &Settings, _runtime: &Runtime) -> Result<RoleDriver, StartError> {
-    match settings.role {
-        Role::Null => Ok(RoleDriver::Null),
-        role => Err(StartError::Handoff(format!("this build cannot serve the role {}", role.name()))),
+/// The worker's side of the handoff, and the bootstrap port that it listens on.
+fn start_role(role: Role, parts: HandoffParts<'_>) -> Result<(RoleDriver, Option<u16>), StartError> {
+    let failed = |error: HandoffStartError| StartError::Handoff(error.to_string());
+    match role {
+        Role::Null => Ok((RoleDriver::Null, None)),
+        Role::Prefill => {
+            let (role, address) = PrefillRole::start(parts).map_err(failed)?;
+            Ok((RoleDriver::Prefill(Box::new(role)), Some(address.port())))
+        }
+        Role::Decode => Ok((RoleDriver::Decode(Box::new(DecodeRole::start(parts).map_err(failed)?)), None)),
     }
 }
 

@@ -1,0 +1,256 @@
+//! P's bootstrap port: `GET /health`, `GET /route`, and Upgrades to control channels and data streams.
+//!
+//! Bounded: connections that have not passed their handshake are capped and have a deadline, heads and frames have size
+//! limits. `GET /route` says no more than a stranger may know.
+
+use std::{
+    convert::Infallible,
+    net::{SocketAddr, TcpListener as StdListener},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use bytes::Bytes;
+use http::{
+    Method, Request, Response, StatusCode,
+    header::{CONNECTION, CONTENT_TYPE, UPGRADE},
+};
+use http_body_util::Full;
+use hyper::{body::Incoming, server::conn::http1, service::service_fn};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tandem_fabric::tcp::TcpSource;
+use tandem_handoff::{
+    ids::{Channel, Incarnation, SessionId},
+    wire::hello::{Identity, PROTOCOL},
+};
+use tokio::{
+    net::{TcpListener, TcpStream},
+    sync::{OwnedSemaphorePermit, Semaphore},
+    time::{sleep, timeout},
+};
+
+use super::{
+    ControlPlane, HandoffParts, HandoffStartError,
+    channel::{Heartbeat, Opened},
+    handshake::{self, Key},
+    hub::{Hub, NetControl},
+    stats::HandoffStats,
+};
+
+/// The path of both Upgrades.
+pub(super) const HANDOFF_PATH: &str = "/handoff";
+/// The Upgrade tokens of a control channel and of a data stream.
+pub(super) const CONTROL_PROTOCOL: &str = "tandem-control";
+pub(super) const DATA_PROTOCOL: &str = "tandem-data";
+
+/// Connections that have not passed their handshake at most.
+const UNAUTHENTICATED_MAX: usize = 256;
+/// From accepting a connection to the end of its handshake, and of each plain request.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
+/// After an accept that failed, as with no file descriptors left.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+struct Context {
+    hub: Arc<Hub>,
+    fabric: TcpSource,
+    key: Key,
+    me: Incarnation,
+    identity: Identity,
+    heartbeat: Heartbeat,
+    sessions: AtomicU64,
+    stats: Arc<HandoffStats>,
+}
+
+/// Binds the port and serves it until the returned control plane is dropped.
+pub(crate) fn start(
+    parts: &HandoffParts<'_>,
+    fabric: TcpSource,
+) -> Result<(Box<dyn ControlPlane>, SocketAddr), HandoffStartError> {
+    let config = parts.config;
+    let host = config.bootstrap_host.trim_start_matches('[').trim_end_matches(']');
+    let bind = |error| HandoffStartError::Bind { address: format!("{host}:{}", config.bootstrap_port), error };
+    let key = Key::load(config.key_file.as_deref())?;
+    let listener = StdListener::bind((host, config.bootstrap_port)).map_err(bind)?;
+    listener.set_nonblocking(true).map_err(bind)?;
+    let address = listener.local_addr().map_err(bind)?;
+    if !key.is_set() && !address.ip().is_loopback() {
+        tracing::warn!(
+            %address,
+            "the bootstrap port is open to the network without a key: anyone who reaches it can ask for prompts' KV; \
+             set --handoff-key-file on all workers"
+        );
+    }
+    let listener = {
+        let _runtime = parts.runtime.enter();
+        TcpListener::from_std(listener).map_err(bind)?
+    };
+    let (control, hub) = NetControl::new(Arc::clone(&parts.waker));
+    let context = Arc::new(Context {
+        hub,
+        fabric,
+        key,
+        me: Incarnation(rand::random()),
+        identity: Identity::new(parts.fingerprint, parts.shape, &parts.numerics),
+        heartbeat: Heartbeat::new(config),
+        sessions: AtomicU64::new(1),
+        stats: Arc::clone(&parts.stats),
+    });
+    let driver = parts.runtime.spawn(accept(context, listener));
+    Ok((Box::new(control.driven_by(driver)), address))
+}
+
+async fn accept(context: Arc<Context>, listener: TcpListener) {
+    let unauthenticated = Arc::new(Semaphore::new(UNAUTHENTICATED_MAX));
+    loop {
+        let stream = match listener.accept().await {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                tracing::warn!(%error, "the bootstrap port could not accept a connection");
+                sleep(ACCEPT_PAUSE).await;
+                continue;
+            }
+        };
+        // Over the cap a connection is closed at once: strangers cannot crowd out the workers that are connected.
+        let Ok(permit) = Arc::clone(&unauthenticated).try_acquire_owned() else {
+            context.stats.handshake_refused();
+            continue;
+        };
+        tokio::spawn(serve(Arc::clone(&context), stream, permit));
+    }
+}
+
+/// One connection serves one request.
+async fn serve(context: Arc<Context>, stream: TcpStream, permit: OwnedSemaphorePermit) {
+    if stream.set_nodelay(true).is_err() {
+        return;
+    }
+    let permit = Arc::new(permit);
+    let service = service_fn(move |request| {
+        let response = respond(&context, request, &permit);
+        async move { Ok::<_, Infallible>(response) }
+    });
+    let connection = http1::Builder::new()
+        .keep_alive(false)
+        .max_buf_size(16 * 1024)
+        .timer(TokioTimer::new())
+        .header_read_timeout(HANDSHAKE_TIMEOUT)
+        .serve_connection(TokioIo::new(stream), service)
+        .with_upgrades();
+    // An error here is the client's: it left, or did not speak HTTP.
+    let _ = timeout(HANDSHAKE_TIMEOUT, connection).await;
+}
+
+fn respond(
+    context: &Arc<Context>,
+    mut request: Request<Incoming>,
+    permit: &Arc<OwnedSemaphorePermit>,
+) -> Response<Full<Bytes>> {
+    let known = ["/health", "/route", HANDOFF_PATH].contains(&request.uri().path());
+    if known && request.method() != Method::GET {
+        return plain(StatusCode::METHOD_NOT_ALLOWED, "only GET is served here");
+    }
+    match request.uri().path() {
+        "/health" => plain(StatusCode::OK, "OK"),
+        "/route" => route(),
+        HANDOFF_PATH => {
+            let wanted = request.headers().get(UPGRADE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+            let protocol = match wanted {
+                CONTROL_PROTOCOL => CONTROL_PROTOCOL,
+                DATA_PROTOCOL => DATA_PROTOCOL,
+                _ => return plain(StatusCode::UPGRADE_REQUIRED, "this path is for decode workers"),
+            };
+            let upgrade = hyper::upgrade::on(&mut request);
+            tokio::spawn(upgraded(Arc::clone(context), upgrade, protocol, Arc::clone(permit)));
+            let mut response = Response::new(Full::default());
+            *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
+            response.headers_mut().insert(CONNECTION, http::HeaderValue::from_static("upgrade"));
+            response.headers_mut().insert(UPGRADE, http::HeaderValue::from_static(protocol));
+            response
+        }
+        _ => plain(StatusCode::NOT_FOUND, "this is a bootstrap port: GET /health or GET /route"),
+    }
+}
+
+fn plain(status: StatusCode, text: &'static str) -> Response<Full<Bytes>> {
+    let mut response = Response::new(Full::from(text));
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, http::HeaderValue::from_static("text/plain"));
+    response
+}
+
+fn route() -> Response<Full<Bytes>> {
+    let body = serde_json::json!({ "role": "prefill", "protocol": PROTOCOL, "ready": true });
+    let mut response = Response::new(Full::from(body.to_string()));
+    response.headers_mut().insert(CONTENT_TYPE, http::HeaderValue::from_static("application/json"));
+    response
+}
+
+/// The connection has left HTTP. The permit is held until its handshake is over.
+async fn upgraded(
+    context: Arc<Context>,
+    upgrade: hyper::upgrade::OnUpgrade,
+    protocol: &'static str,
+    permit: Arc<OwnedSemaphorePermit>,
+) {
+    let Some(mut stream) = raw_stream(upgrade.await) else {
+        return;
+    };
+    let outcome = if protocol == CONTROL_PROTOCOL {
+        match timeout(HANDSHAKE_TIMEOUT, open_channel(&context, &mut stream)).await {
+            Ok(Ok(opened)) => {
+                drop(permit);
+                context.stats.channel_opened();
+                opened.run(Arc::clone(&context.hub), None, stream).await;
+                return;
+            }
+            Ok(Err(why)) => why,
+            Err(_) => "the handshake took too long".to_owned(),
+        }
+    } else {
+        match timeout(HANDSHAKE_TIMEOUT, open_stream(&context, stream)).await {
+            Ok(Ok(())) => return,
+            Ok(Err(why)) => why,
+            Err(_) => "the handshake took too long".to_owned(),
+        }
+    };
+    context.stats.handshake_refused();
+    tracing::warn!(protocol, why = outcome, "a decode worker was refused");
+}
+
+/// The socket behind an upgraded connection. `None` when the peer sent bytes before the upgrade was answered.
+pub(super) fn raw_stream(upgraded: Result<hyper::upgrade::Upgraded, hyper::Error>) -> Option<TcpStream> {
+    let parts = upgraded.ok()?.downcast::<TokioIo<TcpStream>>().ok()?;
+    parts.read_buf.is_empty().then(|| parts.io.into_inner())
+}
+
+async fn open_channel(context: &Context, stream: &mut TcpStream) -> Result<Opened, String> {
+    let greeted = handshake::greet_decode(stream, &context.key, context.me, &context.identity).await;
+    let (decode, identity, nonces) = greeted?;
+    let session = SessionId(context.sessions.fetch_add(1, Ordering::Relaxed));
+    let channel = Channel { prefill: context.me, decode, session };
+    // Registered before D hears of it, so that its data streams find it.
+    let opened = Opened::register(&context.hub, channel, context.me, identity.shape, context.heartbeat, nonces);
+    if let Err(why) = handshake::welcome(stream, session, &context.identity).await {
+        context.hub.lines().remove(&channel);
+        return Err(why);
+    }
+    Ok(opened)
+}
+
+async fn open_stream(context: &Context, mut stream: TcpStream) -> Result<(), String> {
+    let lookup = |channel: Channel, rank: u32| {
+        let lines = context.hub.lines();
+        lines.get(&channel).filter(|line| rank < line.peer_shape.tp).map(|line| line.nonces)
+    };
+    let (channel, rank) = handshake::accept_stream(&mut stream, &context.key, lookup).await?;
+    // Under the lock of the books: a stream is attached only to a channel that is open, and closing comes after.
+    let lines = context.hub.lines();
+    if lines.contains_key(&channel) {
+        context.fabric.attach(channel, rank, stream);
+    }
+    drop(lines);
+    Ok(())
+}
