@@ -2,6 +2,7 @@
 
 use std::io::{IsTerminal as _, stderr};
 
+use tracing::level_filters::LevelFilter;
 use tracing_subscriber::EnvFilter;
 
 const DEFAULT_FILTER: &str = "info";
@@ -25,7 +26,8 @@ pub fn start(filter: Option<&str>) -> Result<(), FilterError> {
 fn parse(filter: &str) -> Result<EnvFilter, FilterError> {
     let error = |reason: String| FilterError { filter: filter.to_owned(), reason };
     // A lone word is a level: as a target name it would silently switch everything off.
-    if !filter.contains(['=', ',']) && filter.parse::<tracing::level_filters::LevelFilter>().is_err() {
+    let is_level = !filter.is_empty() && filter.parse::<LevelFilter>().is_ok();
+    if !is_level && !filter.contains(['=', ',']) {
         return Err(error("no such level".to_owned()));
     }
     EnvFilter::try_new(filter).map_err(|reason| error(reason.to_string()))
