@@ -10,6 +10,9 @@ use super::{
 /// Workers are reached by the gateway and by each other only, on this machine.
 pub const WORKER_HOST: &str = "127.0.0.1";
 
+/// Running exchanges may go on for this long after the request to stop, as in the workers; `up` kills a little later.
+const GATEWAY_GRACE_SECS: u32 = 10;
+
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ChildRole {
     Gateway,
@@ -144,7 +147,9 @@ pub fn gateway(settings: &Settings, workers: &[ChildPlan], port: u16, metrics_po
     let mut line = CommandLine::new("gateway");
     line.flag("--host", &settings.gateway_host);
     line.flag("--port", port);
+    line.flag("--prometheus-host", &settings.gateway_host);
     line.flag("--prometheus-port", metrics_port);
+    line.flag("--shutdown-grace-period-secs", GATEWAY_GRACE_SECS);
     line.maybe("--log-level", settings.args.log_level.as_ref());
     if matches!(settings.fleet, Fleet::Split(_)) {
         line.word("--pd-disaggregation");
@@ -233,7 +238,8 @@ pub(super) mod tests {
         );
         assert_eq!(
             line(&fleet[2]),
-            "gateway --host 127.0.0.1 --port 30000 --prometheus-port 29000 --pd-disaggregation \
+            "gateway --host 127.0.0.1 --port 30000 --prometheus-host 127.0.0.1 --prometheus-port 29000 \
+             --shutdown-grace-period-secs 10 --pd-disaggregation \
              --prefill http://127.0.0.1:20002 20001 --decode http://127.0.0.1:20003"
         );
     }
