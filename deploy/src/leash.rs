@@ -13,7 +13,7 @@ pub const LEASH_STDIN: &str = "stdin";
 
 /// From the request to stop in order to the hard exit of a process whose supervisor is gone. `up` itself, if it lives,
 /// kills earlier.
-const ORDERLY_STOP: Duration = Duration::from_secs(15);
+const ORDERLY_STOP: Duration = Duration::from_secs(25);
 
 /// Watches stdin if this process is a child of `tandem up`; otherwise does nothing.
 pub fn hold() {

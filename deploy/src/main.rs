@@ -4,9 +4,11 @@ mod leash;
 mod logging;
 mod up;
 
-use std::process::ExitCode;
+use std::{error::Error, process::ExitCode};
 
 use clap::{Parser, Subcommand};
+use tandem_gateway::GatewayArgs;
+use tandem_worker::WorkerArgs;
 
 /// Serve large language models with prefill and decode on separate workers.
 #[derive(Parser)]
@@ -19,19 +21,37 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Up(up::UpArgs),
+    /// Stand in front of workers: pair a prefill with a decode worker for each request, or pick a plain one.
+    ///
+    /// Every setting can also come from the environment (TANDEM_GATEWAY_PORT=...) or from a file (--config).
+    Gateway(Box<GatewayArgs>),
+    /// Serve a model: unsplit, or as the prefill or the decode half of a split.
+    ///
+    /// Every setting can also come from the environment (TANDEM_WORKER_PORT=...) or from a file (--config).
+    Worker(Box<WorkerArgs>),
 }
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
     leash::hold();
-    let ended = match cli.command {
-        Command::Up(args) => up::run(args).map_err(|error| error.to_string()),
-    };
-    match ended {
+    match run(cli.command) {
         Ok(()) => ExitCode::SUCCESS,
-        Err(message) => {
-            eprintln!("tandem: {message}");
+        Err(error) => {
+            eprintln!("tandem: {error}");
             ExitCode::FAILURE
         }
     }
+}
+
+fn run(command: Command) -> Result<(), Box<dyn Error>> {
+    match command {
+        Command::Up(args) => up::run(args)?,
+        Command::Gateway(args) => tandem_gateway::run(*args)?,
+        Command::Worker(args) => {
+            let args = args.merged()?;
+            logging::start(args.log_level.as_deref())?;
+            tandem_worker::run(args)?;
+        }
+    }
+    Ok(())
 }

@@ -25,8 +25,8 @@ use ports::{PortError, Ports};
 use readiness::NotReady;
 use topology::TopologyError;
 
-/// From the request to stop to SIGKILL: longer than a worker's default grace for running requests.
-const STOP_GRACE: Duration = Duration::from_secs(12);
+/// From the request to stop to SIGKILL: longer than the children allow running requests by default.
+const STOP_GRACE: Duration = Duration::from_secs(20);
 /// One Ctrl-C may reach us twice, from the terminal and from a script that passes it on; only a later one means hurry.
 const SAME_SIGNAL: Duration = Duration::from_millis(700);
 
