@@ -5,7 +5,7 @@
 
 use std::{io::Read, thread, time::Duration};
 
-use signal_hook::consts::SIGTERM;
+use rustix::process::{Signal, getpid, kill_process};
 
 /// Set by `up` for its children; anything else leaves stdin alone.
 pub const LEASH_VARIABLE: &str = "TANDEM_LEASH";
@@ -33,8 +33,7 @@ fn wait_for_end(mut pipe: impl Read) {
 
 /// Takes the way of a SIGTERM from outside, so that there is one orderly stop to get right.
 fn stop_this_process() {
-    let raised = signal_hook::low_level::raise(SIGTERM);
-    if raised.is_ok() {
+    if kill_process(getpid(), Signal::TERM).is_ok() {
         thread::sleep(ORDERLY_STOP);
     }
     std::process::exit(1);
