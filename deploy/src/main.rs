@@ -7,6 +7,7 @@ mod up;
 use std::{error::Error, process::ExitCode};
 
 use clap::{Parser, Subcommand};
+use tandem_gateway::GatewayArgs;
 use tandem_worker::WorkerArgs;
 
 /// Serve large language models with prefill and decode on separate workers.
@@ -20,6 +21,10 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Up(up::UpArgs),
+    /// Stand in front of workers: pair a prefill with a decode worker for each request, or pick a plain one.
+    ///
+    /// Every setting can also come from the environment (TANDEM_GATEWAY_PORT=...) or from a file (--config).
+    Gateway(Box<GatewayArgs>),
     /// Serve a model: unsplit, or as the prefill or the decode half of a split.
     ///
     /// Every setting can also come from the environment (TANDEM_WORKER_PORT=...) or from a file (--config).
@@ -41,6 +46,7 @@ fn main() -> ExitCode {
 fn run(command: Command) -> Result<(), Box<dyn Error>> {
     match command {
         Command::Up(args) => up::run(args)?,
+        Command::Gateway(args) => tandem_gateway::run(*args)?,
         Command::Worker(args) => {
             let args = args.merged()?;
             logging::start(args.log_level.as_deref())?;

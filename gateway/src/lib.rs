@@ -35,6 +35,8 @@ mod server;
 mod stream;
 mod ticket;
 
+use std::io::IsTerminal as _;
+
 pub use config::{Config, GatewayArgs};
 pub use error::StartError;
 pub use pair::Policy;
@@ -59,6 +61,10 @@ fn start_logging(level: &str) -> Result<(), StartError> {
         if level.contains(['=', ',']) { level.to_owned() } else { format!("{level},pingora_core=warn,pingora=warn") };
     let filter = tracing_subscriber::EnvFilter::try_new(&filter)
         .map_err(|e| StartError::Config(format!("--log-level {level:?}: {e}")))?;
-    let _ = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).try_init();
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .try_init();
     Ok(())
 }
