@@ -329,7 +329,7 @@ proptest! {
                 Step::Land => pair.land(),
                 Step::Quiet => pair.quiet(),
                 Step::Wait => pair.wait_ms(40),
-                Step::Cut => if pair.channel.is_some() { pair.cut() },
+                Step::Cut if pair.channel.is_some() => pair.cut(),
                 _ => {}
             }
             pair.act();
