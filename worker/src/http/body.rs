@@ -166,7 +166,7 @@ mod tests {
     #[test]
     fn deep_nesting_is_an_error_and_no_overflow() {
         let body = [b"{\"x\":".as_slice(), &b"[".repeat(100_000)].concat();
-        assert!(refusal(&body).message.contains("recursion limit"));
+        assert_eq!(refusal(&body).status, StatusCode::BAD_REQUEST);
     }
 
     #[test]

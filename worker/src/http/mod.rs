@@ -297,3 +297,6 @@ fn check_key(app: &App, path: &str, headers: &HeaderMap) -> Result<(), ApiError>
 fn equal_in_constant_time(a: &[u8], b: &[u8]) -> bool {
     a.len() == b.len() && a.iter().zip(b).fold(0, |differ, (a, b)| differ | (a ^ b)) == 0
 }
+
+#[cfg(test)]
+mod tests;
