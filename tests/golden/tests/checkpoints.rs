@@ -3,7 +3,7 @@
 use safetensors::SafeTensors;
 use serde::Deserialize;
 use tandem_cpu::CpuMath;
-use tandem_golden::{Case, Runner, check_forced, check_greedy, data, load, logprob};
+use tandem_golden::{Case, Runner, check_forced, check_greedy, data, load, logprob, with_bf16_frequencies};
 
 #[derive(Deserialize)]
 struct Reference {
@@ -17,7 +17,7 @@ fn check(name: &str) {
     let reference: Reference = serde_json::from_str(&text).expect("the reference's fields");
     let bytes = std::fs::read(directory.join("reference.safetensors")).expect("the reference's logits");
     let tensors = SafeTensors::deserialize(&bytes).expect("safetensors");
-    let mut runner = Runner::new(&model, CpuMath::Exact);
+    let mut runner = Runner::new(&with_bf16_frequencies(&model.config), &model, CpuMath::Exact);
     for (i, case) in reference.cases.iter().enumerate() {
         let want: Vec<f32> = tensors
             .tensor(&format!("logits.{i}"))

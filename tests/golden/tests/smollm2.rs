@@ -10,7 +10,8 @@ fn cases() -> Vec<Case> {
 
 #[test]
 fn exact_arithmetic_follows_the_reference_closely() {
-    let mut runner = Runner::new(&load("smollm2"), CpuMath::Exact);
+    let model = load("smollm2");
+    let mut runner = Runner::new(&model.config, &model, CpuMath::Exact);
     for (i, case) in cases().iter().enumerate() {
         let first = runner.forward(&case.prompt_ids, 0, &[16, 3, 40]).pop().expect("a prompt");
         for (token, want) in &case.last_logits_top10 {
@@ -24,7 +25,8 @@ fn exact_arithmetic_follows_the_reference_closely() {
 
 #[test]
 fn fast_arithmetic_chooses_alike_where_the_choice_is_clear() {
-    let mut runner = Runner::new(&load("smollm2"), CpuMath::Fast);
+    let model = load("smollm2");
+    let mut runner = Runner::new(&model.config, &model, CpuMath::Fast);
     let mut held = 0;
     for case in cases() {
         let first = runner.forward(&case.prompt_ids, 0, &[16, 3, 40]).pop().expect("a prompt");

@@ -11,6 +11,7 @@
 
 mod decoder;
 mod kv;
+pub mod probe;
 mod simd;
 mod step;
 mod threads;
