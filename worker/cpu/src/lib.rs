@@ -32,7 +32,7 @@ pub use crate::simd::{Isa, attention::SPAN};
 pub enum CpuMath {
     /// Weights as the file defines them, activations and KV in f32.
     Exact,
-    /// Quantised weights stay quantised and meet activations of signed bytes with a scale per 32; KV in f16.
+    /// Quantised weights stay quantised and meet activations of two signed bytes with a scale per 32; KV in f16.
     Fast,
 }
 

@@ -13,13 +13,15 @@ use super::{
 };
 use crate::threads::Team;
 
-/// Rows of activations, in f32 and, where a product needs them so, in signed bytes with a scale per 32.
+/// Rows of activations, in f32 and, where a product needs them so, as integers with a scale per 32: a coarse signed byte
+/// and a fine one of its 254th part. One byte alone would move SmolLM2's logits by more than the margins between its
+/// first choices; with two, the quantised weights are all that separates fast arithmetic from exact.
 #[derive(Default)]
 pub struct Activations {
     pub cols: usize,
     /// `[rows, cols]`
     pub values: Vec<f32>,
-    /// `[rows, cols]`, only if `quantised`.
+    /// `[rows, cols / 32, coarse|fine, 32]`, only if `quantised`.
     bytes: Vec<i8>,
     /// `[rows, cols / 32]`
     blocks: Vec<BlockScale>,
@@ -30,11 +32,17 @@ pub struct Activations {
 #[derive(Clone, Copy, Default)]
 pub struct BlockScale {
     pub scale: f32,
-    /// scale × the sum of the 32 integers
-    pub scaled_sum: f32,
-    /// -128 × the sum of the 32 integers
-    pub minus_bias_sum: i32,
+    /// The sum of the 32 values as the integers hold them.
+    pub sum: f32,
+    /// -128 × the sums of the 32 coarse and of the 32 fine integers
+    pub minus_bias_sums: [i32; 2],
 }
+
+/// Fine steps in a coarse one.
+pub const FINE: f32 = 254.0;
+
+/// Bytes of one block of activations.
+pub const ACTIVATION_BYTES: usize = 2 * BLOCK;
 
 /// One row of [`Activations`] that a row operation fills.
 pub struct RowMut<'a> {
@@ -49,7 +57,7 @@ impl Activations {
         self.cols = cols;
         self.quantised = quantised;
         self.values.resize(rows * cols, 0.0);
-        self.bytes.resize(if quantised { rows * cols } else { 0 }, 0);
+        self.bytes.resize(if quantised { rows * cols * 2 } else { 0 }, 0);
         self.blocks.resize(if quantised { rows * cols / BLOCK } else { 0 }, BlockScale::default());
     }
 
@@ -62,7 +70,7 @@ impl Activations {
         let mut values = self.values.chunks_mut(self.cols.max(1));
         let (mut bytes, mut blocks) = (&mut self.bytes[..], &mut self.blocks[..]);
         (0..rows).map(move |_| {
-            let row = bytes.split_off_mut(..width).expect("as many rows of bytes");
+            let row = bytes.split_off_mut(..2 * width).expect("as many rows of bytes");
             let scales = blocks.split_off_mut(..width / BLOCK).expect("as many rows of scales");
             RowMut { values: values.next().expect("as many rows of values"), bytes: row, blocks: scales }
         })
@@ -117,7 +125,7 @@ pub fn matmul(isa: Isa, team: &Team, matrices: &[&Matrix], x: &Activations, out:
 /// So many rows that their activations stay in a second-level cache while panel after panel passes over them.
 fn rows_per_block(x: &Activations) -> usize {
     const CACHE_BYTES: usize = 512 << 10;
-    let row_bytes = x.cols * if x.quantised { 1 } else { 4 };
+    let row_bytes = x.cols * if x.quantised { 2 } else { 4 };
     (CACHE_BYTES / row_bytes / 8 * 8).max(8)
 }
 
@@ -212,7 +220,8 @@ impl Block<'_> {
     unsafe fn integer<S: Lanes, P: Packed, const R: usize>(&self, w: *const u8, row: usize) -> [S::F; R] {
         let blocks = self.matrix.cols / BLOCK;
         let slice = self.matrix.slice / BLOCK;
-        let x: [*const i8; R] = std::array::from_fn(|r| self.x.bytes.as_ptr().wrapping_add((row + r) * blocks * BLOCK));
+        let x: [*const i8; R] =
+            std::array::from_fn(|r| self.x.bytes.as_ptr().wrapping_add((row + r) * blocks * ACTIVATION_BYTES));
         let scales: [*const BlockScale; R] =
             std::array::from_fn(|r| self.x.blocks.as_ptr().wrapping_add((row + r) * blocks));
         let mut total = [S::splat(0.0); R];
@@ -220,7 +229,7 @@ impl Block<'_> {
         while start < blocks {
             let mut sums = [S::splat(0.0); R];
             for block in start..start + slice {
-                let x = x.map(|x| x.wrapping_add(block * BLOCK));
+                let x = x.map(|x| x.wrapping_add(block * ACTIVATION_BYTES));
                 let scales = scales.map(|s| s.wrapping_add(block));
                 P::block::<S, R>(w.add(block * P::BYTES), x, scales, &mut sums);
             }
@@ -260,13 +269,19 @@ trait Packed {
     /// Adds the products of one block to `sums`.
     ///
     /// # Safety
-    /// `w` is one block of a panel, each `x` 32 activations, each of `scales` theirs.
+    /// `w` is one block of a panel, each `x` a block of activations, each of `scales` theirs.
     unsafe fn block<S: Lanes, const R: usize>(
         w: *const u8,
         x: [*const i8; R],
         scales: [*const BlockScale; R],
         sums: &mut [S::F; R],
     );
+}
+
+/// What the two sums of integer products say together, in coarse steps.
+#[inline(always)]
+unsafe fn joined<S: Lanes>(coarse: S::I, fine: S::I) -> S::F {
+    S::fma(S::to_f32(fine), S::splat(1.0 / FINE), S::to_f32(coarse))
 }
 
 struct Q4;
@@ -281,20 +296,23 @@ impl Packed for Q4 {
         scales: [*const BlockScale; R],
         sums: &mut [S::F; R],
     ) {
-        let mut ints = [S::int_zero(); R];
+        let mut coarse = [S::int_zero(); R];
+        let mut fine = [S::int_zero(); R];
         for j in 0..4 {
             let (low, high) = S::load_nibbles(w.add(j * 4 * LANES));
             for r in 0..R {
-                ints[r] = S::dot_nibbles(ints[r], low, x[r].add(4 * j));
-                ints[r] = S::dot_nibbles(ints[r], high, x[r].add(16 + 4 * j));
+                coarse[r] = S::dot_nibbles(coarse[r], low, x[r].add(4 * j));
+                coarse[r] = S::dot_nibbles(coarse[r], high, x[r].add(16 + 4 * j));
+                fine[r] = S::dot_nibbles(fine[r], low, x[r].add(BLOCK + 4 * j));
+                fine[r] = S::dot_nibbles(fine[r], high, x[r].add(BLOCK + 16 + 4 * j));
             }
         }
         let d = S::load_f16(w.add(16 * LANES).cast());
         let m = S::load_f16(w.add(18 * LANES).cast());
         for r in 0..R {
             let scale = S::mul(d, S::splat((*scales[r]).scale));
-            sums[r] = S::fma(S::to_f32(ints[r]), scale, sums[r]);
-            sums[r] = S::fma(m, S::splat((*scales[r]).scaled_sum), sums[r]);
+            sums[r] = S::fma(joined::<S>(coarse[r], fine[r]), scale, sums[r]);
+            sums[r] = S::fma(m, S::splat((*scales[r]).sum), sums[r]);
         }
     }
 }
@@ -308,17 +326,19 @@ impl Packed for Q8 {
         scales: [*const BlockScale; R],
         sums: &mut [S::F; R],
     ) {
-        let mut ints: [S::I; R] = scales.map(|s| S::int_biased_start((*s).minus_bias_sum));
+        let mut coarse: [S::I; R] = scales.map(|s| S::int_biased_start((*s).minus_bias_sums[0]));
+        let mut fine: [S::I; R] = scales.map(|s| S::int_biased_start((*s).minus_bias_sums[1]));
         for j in 0..8 {
             let w = S::load_bytes(w.add(j * 4 * LANES));
             for r in 0..R {
-                ints[r] = S::dot_bytes(ints[r], w, x[r].add(4 * j));
+                coarse[r] = S::dot_bytes(coarse[r], w, x[r].add(4 * j));
+                fine[r] = S::dot_bytes(fine[r], w, x[r].add(BLOCK + 4 * j));
             }
         }
         let d = S::load_f16(w.add(BLOCK * LANES).cast());
         for r in 0..R {
             let scale = S::mul(d, S::splat((*scales[r]).scale));
-            sums[r] = S::fma(S::to_f32(ints[r]), scale, sums[r]);
+            sums[r] = S::fma(joined::<S>(coarse[r], fine[r]), scale, sums[r]);
         }
     }
 }

@@ -1,7 +1,12 @@
 //! Operations on one row of activations: norm, activation function, rotation, quantisation. Rows know nothing of each
 //! other, so these are invariant by construction.
 
-use super::{Isa, Kernel, LANES, lanes::Lanes, matmul::BlockScale, panels::BLOCK};
+use super::{
+    Isa, Kernel, LANES,
+    lanes::Lanes,
+    matmul::{ACTIVATION_BYTES, BlockScale, FINE},
+    panels::BLOCK,
+};
 
 /// Calls `$body` with `(offset, lanes)` for each vector of a row of `$n` elements.
 macro_rules! vectors {
@@ -141,9 +146,10 @@ impl Kernel for Rotate<'_> {
     }
 }
 
-/// To signed bytes, 32 to a scale: scale = max|x| / 127, q = round(x / scale).
+/// To coarse and fine signed bytes, 32 to a scale: scale = max|x| / 127, coarse = round(x / scale), fine = the rest in
+/// steps of scale / 254.
 pub fn quantise(isa: Isa, x: &[f32], bytes: &mut [i8], blocks: &mut [BlockScale]) {
-    assert!(x.len() == bytes.len() && x.len() == blocks.len() * BLOCK, "whole blocks");
+    assert!(2 * x.len() == bytes.len() && x.len() == blocks.len() * BLOCK, "whole blocks");
     isa.run(Quantise { x, bytes, blocks })
 }
 
@@ -159,14 +165,17 @@ impl Kernel for Quantise<'_> {
     unsafe fn run<S: Lanes>(self) {
         for (i, block) in self.blocks.iter_mut().enumerate() {
             let x = self.x.as_ptr().add(i * BLOCK);
-            let q = self.bytes.as_mut_ptr().add(i * BLOCK);
+            let q = self.bytes.as_mut_ptr().add(i * ACTIVATION_BYTES);
             let (low, high) = (S::load(x), S::load(x.add(LANES)));
             let largest = S::reduce_max(S::max(S::abs(low), S::abs(high)));
-            let inverse = if largest > 1e-30 { 127.0 / largest } else { 0.0 };
-            let by = S::splat(inverse);
-            let sum = S::store_i8(q, S::mul(low, by)) + S::store_i8(q.add(LANES), S::mul(high, by));
+            let by = S::splat(if largest > 1e-30 { 127.0 / largest } else { 0.0 });
+            let (low, high) = (S::mul(low, by), S::mul(high, by));
+            let coarse = S::store_i8(q, low) + S::store_i8(q.add(LANES), high);
+            let rest = |v| S::mul(S::sub(v, S::round(v)), S::splat(FINE));
+            let fine = S::store_i8(q.add(BLOCK), rest(low)) + S::store_i8(q.add(BLOCK + LANES), rest(high));
             let scale = largest / 127.0;
-            *block = BlockScale { scale, scaled_sum: scale * sum as f32, minus_bias_sum: -128 * sum };
+            let sum = scale * (coarse as f32 + fine as f32 / FINE);
+            *block = BlockScale { scale, sum, minus_bias_sums: [-128 * coarse, -128 * fine] };
         }
     }
 }
