@@ -2,3 +2,4 @@
 mod common;
 mod faults;
 mod mixed;
+mod pair;
