@@ -54,7 +54,7 @@ impl Router {
             "--prometheus-port",
             &net::free_port().to_string(),
         ]);
-        command.args(["--policy", "round_robin", "--worker-startup-check-interval", "1"]);
+        command.args(["--policy", "round_robin", "--worker-startup-check-interval", "1", "--log-level", "warn"]);
         for worker in &fleet.workers {
             match worker.role {
                 Role::Prefill => command.args(["--prefill", &worker.url(), &worker.bootstrap_port.to_string()]),

@@ -147,7 +147,7 @@ fn params(rng: &mut StdRng, feature: Feature) -> Params {
         Feature::EosFirst | Feature::IgnoreEos => {
             params.logit_bias.insert(EOS.to_string(), json!(if feature == Feature::EosFirst { 100 } else { 8 }));
         }
-        Feature::StopTokens => params.min_tokens = Some(rng.random_range(1..=4)),
+        Feature::StopTokens => params.min_tokens = Some(rng.random_range(1..=params.max_tokens.min(4))),
         _ => {}
     }
     params

@@ -190,7 +190,12 @@ impl Fleet {
     async fn start_gateway(&mut self, more: &str) {
         let mut command = Command::new(binary::tandem());
         command.args(["gateway", "--host", &net::host().to_string(), "--port", &self.gateway_port.to_string()]);
-        command.args(["--prometheus-port", &net::free_port().to_string()]);
+        command.args([
+            "--prometheus-host",
+            &net::host().to_string(),
+            "--prometheus-port",
+            &net::free_port().to_string(),
+        ]);
         command.args(gateway_members(&self.workers));
         command.args(more.split_whitespace());
         let gateway = self.gateway.insert(Process::spawn("gateway", &mut command, self.logs.path()));
