@@ -13,12 +13,15 @@ use tandem_e2e::{Answer, Client, Fleet, FleetOptions};
 const REST_LIMIT: Duration = Duration::from_secs(10);
 
 /// Requests that this router can carry: it mints one room per prompt but none per sample of completions and /generate,
-/// and refuses completions whose prompt is token ids.
+/// refuses completions whose prompt is token ids, and drops what it does not know of /generate's sampling parameters.
 fn questions() -> Vec<Question> {
     let carried = |question: &Question| match question.endpoint {
         Endpoint::Chat => true,
         Endpoint::Completions => question.feature != Feature::ThreeSamples && question.body["prompt"].is_string(),
-        Endpoint::Generate => question.feature != Feature::ThreeSamples,
+        Endpoint::Generate => {
+            let known = question.body["sampling_params"].get("logit_bias").is_none();
+            question.feature != Feature::ThreeSamples && known
+        }
     };
     corpus::questions(0x51a9, 180, MODEL).into_iter().filter(carried).collect()
 }

@@ -79,6 +79,7 @@ fn assert_told(outcomes: &[Outcome]) {
     assert!(broken.is_empty(), "clients were left without a reason: {broken:?}");
     let errors = outcomes.iter().filter(|outcome| matches!(outcome, Outcome::Error(_))).count();
     assert!(errors > 0, "nobody noticed: {outcomes:?}");
+    println!("{errors} of {} clients were told, such as: {:?}", outcomes.len(), outcomes.last());
 }
 
 async fn assert_served(client: &Client) {
