@@ -50,7 +50,7 @@ pub struct UpArgs {
     #[arg(long, value_enum)]
     pub device: Option<Device>,
 
-    /// Threads of each worker [default: the cores of this machine shared out, at least 1]
+    /// Threads of each worker [default: this machine's cores, shared out within each role]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub threads: Option<u32>,
 
@@ -120,10 +120,10 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// `cores` of this machine are shared out among the workers, unless the user chose (`threads_in_environment`).
+    /// `cores` of this machine are shared out among the workers of a role, unless the user chose (`threads_in_environment`).
     pub fn new(args: UpArgs, cores: usize, threads_in_environment: bool) -> Result<Self, TopologyError> {
         let fleet = Fleet::new(args.split, args.plain)?;
-        let share = (cores / usize::from(fleet.workers()).max(1)).max(1);
+        let share = (cores / usize::from(fleet.workers_at_once()).max(1)).max(1);
         let threads = match args.threads {
             None if threads_in_environment => None,
             None => Some(u32::try_from(share).unwrap_or(u32::MAX)),
@@ -170,7 +170,8 @@ pub(super) mod tests {
     fn cores_are_shared_out_and_the_user_comes_first() {
         let settings =
             |words: &str, cores, env| Settings::new(parse(words).expect("parses"), cores, env).expect("good");
-        assert_eq!(settings("1p1d", 8, false).threads, Some(4));
+        assert_eq!(settings("1p1d", 8, false).threads, Some(8));
+        assert_eq!(settings("1p3d", 8, false).threads, Some(2));
         assert_eq!(settings("2p2d", 2, false).threads, Some(1));
         assert_eq!(settings("1p1d --threads 3", 8, true).threads, Some(3));
         assert_eq!(settings("1p1d", 8, true).threads, None);

@@ -228,13 +228,13 @@ pub(super) mod tests {
         assert_eq!(
             line(&fleet[0]),
             "worker --model-path smollm2 --host 127.0.0.1 --port 20002 --disaggregation-mode prefill \
-             --disaggregation-bootstrap-port 20001 --tp-size 2 --device cpu --threads 2 \
+             --disaggregation-bootstrap-port 20001 --tp-size 2 --device cpu --threads 4 \
              --context-length 512"
         );
         assert_eq!(
             line(&fleet[1]),
             "worker --model-path smollm2 --host 127.0.0.1 --port 20003 --disaggregation-mode decode \
-             --device cpu --threads 2 --context-length 512"
+             --device cpu --threads 4 --context-length 512"
         );
         assert_eq!(
             line(&fleet[2]),
