@@ -6,6 +6,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use tandem_e2e::client::{Events, error_message};
 use tandem_e2e::fleet::MODEL;
+use tandem_e2e::loads::Loads;
 use tandem_e2e::wait::{self, within};
 use tandem_e2e::{Answer, Client, Fleet, FleetOptions, Outcome, Role};
 use tokio::task::JoinSet;
@@ -17,6 +18,8 @@ const REST_LIMIT: Duration = Duration::from_secs(20);
 const LONG_PROMPT_TOKENS: usize = 1900;
 /// Long prompts at once: one is too fast to be caught in the middle.
 const LONG_PROMPTS: usize = 16;
+/// Ten chunks of the first prompt.
+const CHUNKS_TOKENS: u64 = 160;
 /// One page per step.
 const SLOW_PREFILL: &str = "--chunked-prefill-size 16 --threads 1";
 
@@ -48,13 +51,13 @@ fn send_long_prompts(client: &Client) -> JoinSet<Result<Answer, String>> {
     tasks
 }
 
-/// Waits until P computes some prompts while others still wait.
-async fn until_mid_prefill(fleet: &mut Fleet) {
+/// Waits until P has computed, and thus sent, some chunks of prompts that are not finished.
+async fn until_mid_prefill(fleet: &mut Fleet, computed_tokens: u64) {
     let client = fleet.first(Role::Prefill).client();
     wait::until("prefill to be under way", ERROR_LIMIT, || async {
-        let loads = tandem_e2e::loads::Loads::read(&client).await?;
-        let (running, used) = (loads.running(), loads.number("pages/used"));
-        if running > 0 && used > 0 { Ok(()) } else { Err(format!("running {running}, used pages {used}")) }
+        let loads = Loads::read(&client).await?;
+        let (running, computed) = (loads.running(), loads.number("num_used_tokens"));
+        if computed >= computed_tokens { Ok(()) } else { Err(format!("{running} run, {computed} tokens computed")) }
     })
     .await;
 }
@@ -133,7 +136,7 @@ async fn fleet_prefill_killed_in_mid_prefill() {
     let mut fleet = start("kill-p").await;
     let client = fleet.client();
     let requests = send_long_prompts(&client);
-    until_mid_prefill(&mut fleet).await;
+    until_mid_prefill(&mut fleet, CHUNKS_TOKENS).await;
     fleet.first(Role::Prefill).kill();
     assert_told(&all_outcomes(requests).await);
     fleet.until_at_rest(REST_LIMIT).await;
@@ -148,7 +151,7 @@ async fn fleet_decode_killed_in_mid_prefill() {
     let mut fleet = start("kill-d-early").await;
     let client = fleet.client();
     let requests = send_long_prompts(&client);
-    until_mid_prefill(&mut fleet).await;
+    until_mid_prefill(&mut fleet, CHUNKS_TOKENS).await;
     fleet.first(Role::Decode).kill();
     assert_told(&all_outcomes(requests).await);
     fleet.until_at_rest(REST_LIMIT).await;
@@ -196,7 +199,7 @@ async fn fleet_clients_killed_in_both_phases() {
     let mut fleet = start("kill-client").await;
     let client = fleet.client();
     let mut requests = send_long_prompts(&client);
-    until_mid_prefill(&mut fleet).await;
+    until_mid_prefill(&mut fleet, CHUNKS_TOKENS).await;
     requests.abort_all();
     while requests.join_next().await.is_some() {}
     fleet.until_at_rest(REST_LIMIT).await;
@@ -230,4 +233,23 @@ async fn fleet_client_process_killed_in_mid_stream() {
     curl.kill();
     fleet.until_at_rest(REST_LIMIT).await;
     assert_served(&fleet.client()).await;
+}
+
+/// The same deaths at many moments: after each, the survivors are at rest and the fleet serves again.
+#[tokio::test(flavor = "multi_thread")]
+async fn fleet_survives_deaths_at_many_moments() {
+    let mut fleet = start("kill-many").await;
+    let client = fleet.client();
+    for round in 0..12 {
+        let role = [Role::Prefill, Role::Decode][round % 2];
+        let requests = send_long_prompts(&client);
+        until_mid_prefill(&mut fleet, 16 + 149 * round as u64).await;
+        fleet.first(role).kill();
+        let outcomes = all_outcomes(requests).await;
+        let broken: Vec<_> = outcomes.iter().filter(|outcome| matches!(outcome, Outcome::Broken(_))).collect();
+        assert!(broken.is_empty(), "round {round}, {role:?}: {broken:?}");
+        fleet.until_at_rest(REST_LIMIT).await;
+        fleet.revive(role).await;
+        assert_served(&client).await;
+    }
 }
