@@ -5,7 +5,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use serde_json::Value;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use serde_json::{Value, json};
+use tandem_e2e::checkpoint::golden;
 use tandem_e2e::compare::{first_difference, normalise};
 use tandem_e2e::corpus::{self, Feature, Question};
 use tandem_e2e::fleet::MODEL;
@@ -17,6 +20,8 @@ const SEED: u64 = 0x7a9d_e301;
 const QUESTIONS: usize = 300;
 /// Requests in flight: enough that steps mix prompts of many lengths with decoding.
 const IN_FLIGHT: usize = 24;
+/// Clients at once that will leave before their answer is whole.
+const LEAVERS: usize = 8;
 const AT_REST_LIMIT: Duration = Duration::from_secs(10);
 
 /// The answers of one fleet in the order of the questions.
@@ -35,10 +40,42 @@ async fn ask(client: &Client, questions: &[Question]) -> Vec<Answer> {
     answers.into_values().collect()
 }
 
+/// Long requests whose clients leave after a drawn time, for as long as this is polled.
+async fn leave_again_and_again(client: Client) {
+    let mut rng = StdRng::seed_from_u64(SEED);
+    let mut leavers = JoinSet::new();
+    loop {
+        let prompt: Vec<u32> = (0..rng.random_range(1..1500)).map(|_| rng.random_range(3..512)).collect();
+        let body = json!({"model": MODEL, "prompt": prompt, "max_tokens": 400, "ignore_eos": true, "stream": true});
+        let (client, patience) = (client.clone(), Duration::from_micros(rng.random_range(0..60_000)));
+        leavers.spawn(async move {
+            // Most run out of patience; the others may end as they like.
+            let _ = tokio::time::timeout(patience, client.post("/v1/completions", &body)).await;
+        });
+        while leavers.len() >= LEAVERS {
+            leavers.join_next().await;
+        }
+    }
+}
+
 async fn answers_of(test: &str, options: FleetOptions, questions: &[Question]) -> Vec<Answer> {
+    answers_beside(test, options, questions, async |_| std::future::pending().await).await
+}
+
+/// The answers that a fleet gives while `others` go on.
+async fn answers_beside(
+    test: &str,
+    options: FleetOptions,
+    questions: &[Question],
+    others: impl AsyncFnOnce(Client),
+) -> Vec<Answer> {
     let start = Instant::now();
     let fleet = Fleet::start(test, options).await;
-    let answers = ask(&Client::pooled(fleet.url()), questions).await;
+    let client = Client::pooled(fleet.url());
+    let answers = tokio::select! {
+        answers = ask(&client, questions) => answers,
+        () = others(fleet.client()) => unreachable!("others go on until all questions are answered"),
+    };
     fleet.until_at_rest(AT_REST_LIMIT).await;
     println!("{test}: {} answers in {:.1?}", answers.len(), start.elapsed());
     answers
@@ -108,11 +145,37 @@ async fn fleet_split_and_unsplit_answers_are_the_same() {
 #[tokio::test(flavor = "multi_thread")]
 async fn fleet_preemption_and_ranks_change_no_answer() {
     let questions = corpus::questions(SEED ^ 1, 90, MODEL);
-    let plain = answers_of("h9-wide", FleetOptions::plain(), &questions).await;
-    let narrow = FleetOptions::plain().worker_args("--max-total-tokens 2048 --chunked-prefill-size 32");
+    let model = golden("qwen3-qknorm").display().to_string();
+    let plain = answers_of("h9-wide", FleetOptions::plain().model(&model), &questions).await;
+    let narrow = FleetOptions::plain().model(&model).worker_args("--max-total-tokens 2048 --chunked-prefill-size 32");
     assert_same("a narrow pool", &questions, &plain, &answers_of("h9-narrow", narrow, &questions).await);
     let ranks = FleetOptions::pd(1, 1)
+        .model(&model)
         .prefill_args("--tp-size 2")
         .decode_args("--max-total-tokens 2048 --num-reserved-decode-tokens 16");
     assert_same("tp 2 to 1", &questions, &plain, &answers_of("h9-ranks", ranks, &questions).await);
+}
+
+/// Aborts at every step while pages change hands: none may land in the pages of another request.
+#[tokio::test(flavor = "multi_thread")]
+async fn fleet_leaving_clients_change_no_answer() {
+    let questions = corpus::questions(SEED ^ 2, 180, MODEL);
+    let plain = answers_of("h9-calm", FleetOptions::plain(), &questions).await;
+    let pools = FleetOptions::pd(1, 1)
+        .prefill_args("--chunked-prefill-size 32 --max-total-tokens 8192")
+        .decode_args("--max-total-tokens 4096 --num-reserved-decode-tokens 16");
+    let answers = answers_beside("h9-churn", pools, &questions, leave_again_and_again).await;
+    assert_same("leaving clients", &questions, &plain, &answers);
+}
+
+/// The comparison has teeth: other arithmetic is seen.
+#[tokio::test(flavor = "multi_thread")]
+async fn fleet_another_arithmetic_is_seen() {
+    let questions = corpus::questions(SEED ^ 3, 60, MODEL);
+    let fast = answers_of("h9-fast", FleetOptions::plain().worker_args("--cpu-math fast"), &questions).await;
+    let exact = answers_of("h9-exact", FleetOptions::plain().worker_args("--cpu-math exact"), &questions).await;
+    let same = fast.iter().zip(&exact).filter(|(fast, exact)| {
+        matches!((normalise(fast), normalise(exact)), (Ok(fast), Ok(exact)) if first_difference(&fast, &exact).is_none())
+    });
+    assert!(same.count() < questions.len(), "two arithmetics gave the same logprobs to the last bit");
 }
