@@ -20,7 +20,7 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    Up(up::UpArgs),
+    Up(Box<up::UpArgs>),
     /// Stand in front of workers: pair a prefill with a decode worker for each request, or pick a plain one.
     ///
     /// Every setting can also come from the environment (TANDEM_GATEWAY_PORT=...) or from a file (--config).
@@ -45,7 +45,7 @@ fn main() -> ExitCode {
 
 fn run(command: Command) -> Result<(), Box<dyn Error>> {
     match command {
-        Command::Up(args) => up::run(args)?,
+        Command::Up(args) => up::run(*args)?,
         Command::Gateway(args) => tandem_gateway::run(*args)?,
         Command::Worker(args) => {
             let args = args.merged()?;

@@ -51,7 +51,7 @@ type Script = Arc<dyn Fn(Got, TcpStream) -> Played + Send + Sync>;
 
 pub struct Worker {
     pub address: SocketAddr,
-    pub got: mpsc::UnboundedReceiver<Got>,
+    pub got: mpsc::Receiver<Got>,
     pub connections: Arc<AtomicUsize>,
     stop: Option<oneshot::Sender<()>>,
     stopped: Option<oneshot::Receiver<()>>,
@@ -88,7 +88,7 @@ impl Worker {
         let listener = TcpListener::bind(address).await.unwrap();
         let address = listener.local_addr().unwrap();
         let script: Script = Arc::new(move |got, socket| Box::pin(play(got, socket)));
-        let (tell, got) = mpsc::unbounded_channel();
+        let (tell, got) = mpsc::channel(1024);
         let (stop, mut stopping) = oneshot::channel();
         let (done, stopped) = oneshot::channel();
         let connections = Arc::new(AtomicUsize::new(0));
@@ -140,7 +140,7 @@ async fn serve(
     mut socket: TcpStream,
     says: Says,
     script: Script,
-    tell: mpsc::UnboundedSender<Got>,
+    tell: mpsc::Sender<Got>,
     connections: Arc<AtomicUsize>,
     numbers: Arc<AtomicUsize>,
     prompts: Arc<AtomicUsize>,
@@ -153,7 +153,7 @@ async fn serve(
                 numbers.fetch_add(1, SeqCst)
             });
             let got = Got { head, body, connection, number: prompts.fetch_add(1, SeqCst) };
-            let _ = tell.send(got.clone());
+            let _ = tell.try_send(got.clone());
             match script(got, socket).await {
                 Some(back) => socket = back,
                 None => return,
@@ -249,13 +249,13 @@ pub fn reset(socket: TcpStream) {
 }
 
 /// A script that never answers, and what tells that its connection was closed.
-pub fn hang() -> (impl Fn(Got, TcpStream) -> Played + Send + Sync + 'static, mpsc::UnboundedReceiver<()>) {
-    let (tell, told) = mpsc::unbounded_channel();
+pub fn hang() -> (impl Fn(Got, TcpStream) -> Played + Send + Sync + 'static, mpsc::Receiver<()>) {
+    let (tell, told) = mpsc::channel(1024);
     let play = move |_: Got, mut socket: TcpStream| {
         let tell = tell.clone();
         let played: Played = Box::pin(async move {
             closed(&mut socket).await;
-            let _ = tell.send(());
+            let _ = tell.try_send(());
             None
         });
         played

@@ -81,7 +81,7 @@ pub unsafe trait Lanes {
         let r = Self::fma(n, Self::splat(-0.693_359_4), x);
         let r = Self::fma(n, Self::splat(2.121_944_4e-4), r);
         let mut p = Self::splat(1.987_569_1e-4);
-        for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 5.000_000_1e-1] {
+        for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 5e-1] {
             p = Self::fma(p, r, Self::splat(c));
         }
         let p = Self::fma(p, Self::mul(r, r), Self::add(r, Self::splat(1.0)));

@@ -5,6 +5,8 @@
 //! instruction set and picks at run time. Kernel bodies are unsafe as a whole (each line would need its own block with
 //! the same words), so their contract stands once, on [`Kernel::run`] and on the constructor of each kernel.
 #![allow(unsafe_code, unsafe_op_in_unsafe_fn)]
+// Register tiles are indexed side by side; iterators over one of them would hide the pairing.
+#![allow(clippy::needless_range_loop)]
 
 pub mod arena;
 pub mod attention;

@@ -78,7 +78,11 @@ impl Matrix {
     pub fn pack(tensor: &Tensor, bias: Vec<f32>, form: Form, slice: usize, mut region: Region, team: &Team) -> Self {
         let (rows, cols) = (tensor.rows, tensor.cols);
         assert_eq!(cols % slice, 0, "{}: slices of {slice} columns of {cols}", tensor.name);
-        assert!(!form.quantised() || slice % BLOCK == 0, "{}: slices of {slice} columns cut blocks", tensor.name);
+        assert!(
+            !form.quantised() || slice.is_multiple_of(BLOCK),
+            "{}: slices of {slice} columns cut blocks",
+            tensor.name
+        );
         let panels: Vec<_> = region.bytes_mut().chunks_mut(form.panel_bytes(cols)).enumerate().collect();
         team.for_each(panels, |(panel, out), _| pack_panel(tensor, form, panel * LANES, out));
         Self { form, rows, cols, slice, bias, region }
