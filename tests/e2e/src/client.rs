@@ -13,7 +13,6 @@ const REQUEST_LIMIT: Duration = Duration::from_secs(120);
 #[derive(Clone)]
 pub struct Client {
     base: String,
-    key: Option<String>,
     http: reqwest::Client,
 }
 
@@ -142,16 +141,7 @@ impl Client {
             .no_proxy()
             .build()
             .expect("a client without special settings");
-        Self { base: base.into(), key: None, http }
-    }
-
-    /// Sends this bearer token.
-    pub fn with_key(self, key: &str) -> Self {
-        Self { key: Some(key.to_owned()), ..self }
-    }
-
-    pub fn base(&self) -> &str {
-        &self.base
+        Self { base: base.into(), http }
     }
 
     /// # Errors
@@ -181,11 +171,7 @@ impl Client {
     }
 
     fn request(&self, path: &str, body: Vec<u8>) -> reqwest::RequestBuilder {
-        let request = self.http.post(self.url(path)).header("content-type", "application/json").body(body);
-        match &self.key {
-            Some(key) => request.bearer_auth(key),
-            None => request,
-        }
+        self.http.post(self.url(path)).header("content-type", "application/json").body(body)
     }
 
     fn url(&self, path: &str) -> String {

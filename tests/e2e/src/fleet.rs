@@ -143,11 +143,6 @@ impl Worker {
         self.process.take().expect("the worker runs").kill();
     }
 
-    /// The running process.
-    pub fn process(&mut self) -> &mut Process {
-        self.process.as_mut().expect("the worker runs")
-    }
-
     /// Starts the process on this worker's ports, without waiting.
     pub fn start(&mut self, logs: &Path) {
         self.process = Some(Process::spawn(&self.name, Command::new(binary::tandem()).args(&self.args), logs));
@@ -210,10 +205,6 @@ impl Fleet {
 
     pub fn client(&self) -> Client {
         Client::new(self.url())
-    }
-
-    pub fn gateway(&mut self) -> &mut Process {
-        self.gateway.as_mut().expect("the fleet has a gateway")
     }
 
     pub fn logs(&self) -> &Path {

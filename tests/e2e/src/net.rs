@@ -11,13 +11,12 @@ pub fn host() -> Ipv4Addr {
     Ipv4Addr::new(127, 64 + ((id >> 16) & 0x3f) as u8, ((id >> 8) & 0xff) as u8, (id & 0xff) as u8)
 }
 
-/// A port that was free on [`host`] a moment ago, never the same twice in a row: the system hands them out in a walk.
+/// A port that was free on [`host`] a moment ago.
 pub fn free_port() -> u16 {
-    let listener = TcpListener::bind(SocketAddr::from((host(), 0))).expect("the loopback interface has a free port");
-    listener.local_addr().expect("a bound socket has an address").port()
+    free_ports(1)[0]
 }
 
-/// `count` distinct free ports.
+/// `count` distinct ones.
 pub fn free_ports(count: usize) -> Vec<u16> {
     let listeners: Vec<TcpListener> = (0..count)
         .map(|_| TcpListener::bind(SocketAddr::from((host(), 0))).expect("the loopback interface has a free port"))
