@@ -38,8 +38,9 @@ pub enum DecodeFact {
 
 /// The decode side of the handoff. All calls are made on the engine thread and never block.
 pub trait DecodeHandoff: Send {
-    /// Offers pages for the whole prompt to the prefill worker that the ticket names.
-    fn reserve(&mut self, now: Time, id: SeqId, ticket: &Ticket, prompt: &[u32], pages: PublishedPages);
+    /// Offers pages for the whole prompt, which waited for them since `arrived`, to the prefill worker that the ticket
+    /// names.
+    fn reserve(&mut self, now: Time, arrived: Time, id: SeqId, ticket: &Ticket, prompt: &[u32], pages: PublishedPages);
 
     /// Ends the request if it is not committed; `Failed` and then `Quiet` follow from `poll`. A second cancel, or one
     /// after the end, changes nothing.
@@ -168,7 +169,8 @@ impl DecodeRole {
 }
 
 impl DecodeHandoff for DecodeRole {
-    fn reserve(&mut self, now: Time, id: SeqId, ticket: &Ticket, prompt: &[u32], pages: PublishedPages) {
+    fn reserve(&mut self, now: Time, arrived: Time, id: SeqId, ticket: &Ticket, prompt: &[u32], pages: PublishedPages) {
+        self.stats.allocated(now.micros_since(arrived));
         let request = RequestId(id.0);
         self.offered.insert(request, pages.len() as u64 * self.page_bytes);
         self.sink.reserve(now, request, ticket, prompt, pages);

@@ -45,6 +45,13 @@ impl HandoffStats {
         }
     }
 
+    /// D: a prompt has pages, so long after it came.
+    pub(crate) fn allocated(&self, waited_us: u64) {
+        if let Some(metrics) = &self.metrics {
+            metrics.allocated(Duration::from_micros(waited_us));
+        }
+    }
+
     /// D: an attempt's pages have landed and are a sequence's now.
     pub(crate) fn committed(&self, bytes: u64) {
         self.transfers_completed.fetch_add(1, Relaxed);

@@ -137,7 +137,7 @@ impl Pair {
         if let Some(p) = &mut self.p {
             p.request(now, SeqId(id), &ticket, &PROMPT);
         }
-        self.d.reserve(now, SeqId(id), &ticket, &PROMPT, PublishedPages::new(pages.to_vec()));
+        self.d.reserve(now, now, SeqId(id), &ticket, &PROMPT, PublishedPages::new(pages.to_vec()));
     }
 
     fn finish(&mut self, id: u64, pages: &[u32]) {
@@ -234,7 +234,7 @@ fn many_samples_share_one_channel_under_any_name_of_the_host() {
     for id in 1..20 {
         let host = if id % 2 == 0 { "127.0.0.1" } else { "localhost" };
         let (now, ticket) = (pair.now(), pair.ticket_at(host, id));
-        pair.d.reserve(now, SeqId(id), &ticket, &PROMPT, PublishedPages::new(vec![0, 1, 2]));
+        pair.d.reserve(now, now, SeqId(id), &ticket, &PROMPT, PublishedPages::new(vec![0, 1, 2]));
         pair.p().request(now, SeqId(id), &ticket, &PROMPT);
         pair.until_reserved(id);
         pair.finish(id, &[1, 2, 4]);
@@ -250,7 +250,7 @@ fn workers_that_differ_are_refused_by_name() {
     d.shape.page_size = 8;
     let mut pair = Pair::new(Setup::new(0, 1), d);
     let (now, ticket) = (pair.now(), pair.ticket_at("127.0.0.1", 7));
-    pair.d.reserve(now, SeqId(1), &ticket, &PROMPT, PublishedPages::new(vec![0, 1]));
+    pair.d.reserve(now, now, SeqId(1), &ticket, &PROMPT, PublishedPages::new(vec![0, 1]));
     let (kind, message) = pair.d_failure(1);
     assert_eq!(kind, SampleErrorKind::BadRequest);
     for named in ["model fingerprint", "page size (prefill 4, decode 8)"] {

@@ -169,7 +169,7 @@ mod tests {
     #[test]
     fn a_delivered_prompt_commits_and_its_proof_frees_the_pages() {
         let (mut role, script) = decode_role(shape(), Limits::default());
-        role.reserve(Time(0), SeqId(1), &ticket(9), &[1, 2, 3, 4, 5], PublishedPages::new(vec![6, 2]));
+        role.reserve(Time(0), Time(0), SeqId(1), &ticket(9), &[1, 2, 3, 4, 5], PublishedPages::new(vec![6, 2]));
         assert!(role.poll(Time(1)).is_empty());
         assert_eq!(script.pages(ticket(9).room), Some(vec![6, 2]));
         let first = FirstToken { token: 7, logprob: None, cached_tokens: 0 };
@@ -185,7 +185,7 @@ mod tests {
     #[test]
     fn a_failed_one_keeps_its_pages_until_quiet_and_tells_the_peers_cause() {
         let (mut role, script) = decode_role(shape(), Limits::default());
-        role.reserve(Time(0), SeqId(1), &ticket(9), &[1, 2], PublishedPages::new(vec![3]));
+        role.reserve(Time(0), Time(0), SeqId(1), &ticket(9), &[1, 2], PublishedPages::new(vec![3]));
         role.poll(Time(1));
         script.hold_quiet(true);
         script.fail(ticket(9).room, Cause::new(Side::Prefill, CauseKind::Internal, "out of paper"));

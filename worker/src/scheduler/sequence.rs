@@ -1,12 +1,13 @@
 //! One sequence as the scheduler sees it: tokens, pages, and how far they are computed. *Pure.*
 
-use tandem_handoff::ticket::Ticket;
+use tandem_handoff::{ids::Time, ticket::Ticket};
 
 use crate::{kv::page::Pages, request::SeqId};
 
 #[derive(Debug)]
 pub struct Sequence {
     pub id: SeqId,
+    pub arrived: Time,
     /// Prompt and output.
     pub tokens: Vec<u32>,
     pub prompt_len: usize,
@@ -26,9 +27,10 @@ pub struct Sequence {
 }
 
 impl Sequence {
-    pub fn new(id: SeqId, prompt: &[u32], tokens_max: usize, prompt_rows_from: Option<usize>) -> Self {
+    pub fn new(id: SeqId, arrived: Time, prompt: &[u32], tokens_max: usize, prompt_rows_from: Option<usize>) -> Self {
         Self {
             id,
+            arrived,
             tokens: prompt.to_vec(),
             prompt_len: prompt.len(),
             tokens_max,

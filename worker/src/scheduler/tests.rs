@@ -1,5 +1,6 @@
 //! Plans without a device.
 use proptest::prelude::*;
+use tandem_handoff::ids::Time;
 
 use super::*;
 use crate::backend::LogitRows;
@@ -17,7 +18,7 @@ fn limits(role: Role) -> Limits {
 }
 
 fn sequence(id: u64, prompt: usize) -> Sequence {
-    Sequence::new(SeqId(id), &vec![1; prompt], prompt + 20, None)
+    Sequence::new(SeqId(id), Time(0), &vec![1; prompt], prompt + 20, None)
 }
 
 fn spans(plan: &Plan) -> Vec<(u64, usize, usize, bool)> {

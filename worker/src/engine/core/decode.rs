@@ -65,7 +65,7 @@ impl Core {
     pub(super) fn reserve(&mut self, now: Time) {
         let RoleDriver::Decode(role) = &mut self.role else { return };
         while let Some((sequence, pages)) = self.scheduler.next_reserve() {
-            role.reserve(now, sequence.id, ticket(&sequence.ticket), &sequence.tokens, pages);
+            role.reserve(now, sequence.arrived, sequence.id, ticket(&sequence.ticket), &sequence.tokens, pages);
         }
     }
 

@@ -60,7 +60,7 @@ impl Core {
             request.logprobs.prompt_from = None;
         }
         let rows_from = Sample::prompt_rows_from(&request);
-        let mut sequence = Sequence::new(id, &request.prompt, tokens_max, rows_from);
+        let mut sequence = Sequence::new(id, now, &request.prompt, tokens_max, rows_from);
         sequence.ticket = request.ticket.clone();
         let sampler = SamplerState::new(&request.sampling, request.sample_index, &request.prompt, &self.eos);
         let text = self.text.start(request.sampling.skip_special_tokens);

@@ -219,6 +219,7 @@ impl DecodeHandoff for SinkPort {
     fn reserve(
         &mut self,
         now: Time,
+        _arrived: Time,
         id: SeqId,
         ticket: &Ticket,
         prompt: &[u32],
