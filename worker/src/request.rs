@@ -121,3 +121,28 @@ pub enum SampleErrorKind {
     /// 500: a fault of this worker.
     Internal,
 }
+
+#[cfg(test)]
+impl SamplingParams {
+    /// One greedy sample without any rule but its length.
+    pub fn greedy(max_tokens: u32) -> Self {
+        Self {
+            max_tokens,
+            min_tokens: 0,
+            temperature: 0.0,
+            top_p: 1.0,
+            top_k: None,
+            min_p: 0.0,
+            frequency_penalty: 0.0,
+            presence_penalty: 0.0,
+            repetition_penalty: 1.0,
+            logit_bias: vec![],
+            seed: 7,
+            stop: vec![],
+            stop_token_ids: vec![],
+            ignore_eos: false,
+            include_stop: false,
+            skip_special_tokens: true,
+        }
+    }
+}

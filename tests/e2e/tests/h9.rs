@@ -168,6 +168,17 @@ async fn fleet_leaving_clients_change_no_answer() {
     assert_same("leaving clients", &questions, &plain, &answers);
 }
 
+/// The default model in the default arithmetic: quantised weights, KV in f16, a vocabulary of 49,152.
+#[tokio::test(flavor = "multi_thread")]
+async fn fleet_split_changes_no_answer_of_a_quantised_model() {
+    let questions = corpus::questions(SEED ^ 4, 30, MODEL);
+    let plain = answers_of("h9-smollm2-plain", FleetOptions::plain().model("smollm2"), &questions).await;
+    let refused = plain.iter().filter(|answer| answer.status != 200).count();
+    assert_eq!(refused, 0, "the questions suit the model");
+    let pair = FleetOptions::pd(1, 1).model("smollm2").prefill_args("--chunked-prefill-size 96");
+    assert_same("1p1d", &questions, &plain, &answers_of("h9-smollm2-1p1d", pair, &questions).await);
+}
+
 /// The comparison has teeth: other arithmetic is seen.
 #[tokio::test(flavor = "multi_thread")]
 async fn fleet_another_arithmetic_is_seen() {

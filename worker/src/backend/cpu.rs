@@ -7,7 +7,7 @@ use tandem_fabric::memory::PoolMemory;
 use tandem_handoff::layout::PoolShape;
 use tandem_model::{config::ModelConfig, weights::Weights};
 
-use super::{Backend, BackendError, LogitRows, Slice};
+use super::{Backend, BackendError, Slice};
 use crate::config::{CpuMath, EngineConfig};
 
 pub struct Cpu {
@@ -57,19 +57,9 @@ fn math(math: CpuMath) -> tandem_cpu::CpuMath {
     }
 }
 
-fn slice<'a>(slice: &Slice<'a>) -> tandem_cpu::Slice<'a> {
-    let logits = match slice.logits {
-        LogitRows::None => tandem_cpu::LogitRows::None,
-        LogitRows::Last => tandem_cpu::LogitRows::Last,
-        LogitRows::All => tandem_cpu::LogitRows::All,
-    };
-    tandem_cpu::Slice { tokens: slice.tokens, start: slice.start, pages: slice.pages, logits }
-}
-
 impl Backend for Cpu {
     fn step(&mut self, slices: &[Slice<'_>], logits: &mut Vec<f32>) -> Result<(), BackendError> {
-        let slices: Vec<_> = slices.iter().map(slice).collect();
-        self.backend.step(&slices, logits).map_err(|error| BackendError(error.to_string()))
+        self.backend.step(slices, logits).map_err(|error| BackendError(error.to_string()))
     }
 
     fn zero_tail(&mut self, page: u32, from_token: u32) {

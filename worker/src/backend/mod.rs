@@ -7,24 +7,7 @@ use std::sync::Arc;
 
 use tandem_fabric::memory::PoolMemory;
 
-/// Which rows of logits a slice wants: none, the last token's, or every token's.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum LogitRows {
-    None,
-    Last,
-    All,
-}
-
-/// Consecutive tokens of one sequence, to be computed in one step.
-#[derive(Clone, Copy, Debug)]
-pub struct Slice<'a> {
-    pub tokens: &'a [u32],
-    /// Position of `tokens[0]` in the sequence; the KV of all tokens before it lies in `pages`.
-    pub start: u32,
-    /// The sequence's pages from token 0; they cover `start + tokens.len()`.
-    pub pages: &'a [u32],
-    pub logits: LogitRows,
-}
+pub use tandem_cpu::{LogitRows, Slice};
 
 /// A device that holds the model and the KV pool.
 pub trait Backend: Send {

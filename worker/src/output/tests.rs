@@ -30,24 +30,7 @@ impl Detokenize for Bytes {
 }
 
 fn params(stop: &[&str]) -> SamplingParams {
-    SamplingParams {
-        max_tokens: 1000,
-        min_tokens: 0,
-        temperature: 0.0,
-        top_p: 1.0,
-        top_k: None,
-        min_p: 0.0,
-        frequency_penalty: 0.0,
-        presence_penalty: 0.0,
-        repetition_penalty: 1.0,
-        logit_bias: vec![],
-        seed: 0,
-        stop: stop.iter().map(|&stop| stop.to_owned()).collect(),
-        stop_token_ids: vec![],
-        ignore_eos: false,
-        include_stop: false,
-        skip_special_tokens: true,
-    }
+    SamplingParams { stop: stop.iter().map(|&stop| stop.to_owned()).collect(), ..SamplingParams::greedy(1000) }
 }
 
 const EOS: u32 = 0;

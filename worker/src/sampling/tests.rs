@@ -5,24 +5,7 @@ use super::*;
 use crate::request::SamplingParams;
 
 fn params() -> SamplingParams {
-    SamplingParams {
-        max_tokens: 16,
-        min_tokens: 0,
-        temperature: 0.0,
-        top_p: 1.0,
-        top_k: None,
-        min_p: 0.0,
-        frequency_penalty: 0.0,
-        presence_penalty: 0.0,
-        repetition_penalty: 1.0,
-        logit_bias: vec![],
-        seed: 1,
-        stop: vec![],
-        stop_token_ids: vec![],
-        ignore_eos: false,
-        include_stop: false,
-        skip_special_tokens: true,
-    }
+    SamplingParams { seed: 1, ..SamplingParams::greedy(16) }
 }
 
 fn state(params: SamplingParams, prompt: &[u32]) -> SamplerState {
