@@ -2,19 +2,15 @@
 
 use std::{sync::Arc, time::Instant};
 
-use axum::{
-    body::Body,
-    extract::{Extension, State},
-    response::Response,
-};
-use http::HeaderMap;
+use axum::response::Response;
 use serde::{Deserialize, Serialize};
 use tandem_model::Tokenizer;
 
 use super::{
-    App, Arrival,
+    App,
     answers::{Part, PromptLogprobs, Whole},
     body::parse,
+    endpoint::Endpoint,
     error::ApiError,
     fields::{BootstrapFields, Listed, OneOrMany, Prompts, SamplingFields, Texts},
     json,
@@ -66,25 +62,24 @@ struct Answer {
     texts_in_logprobs: bool,
 }
 
-pub async fn handle(
-    State(app): State<Arc<App>>,
-    Extension(arrival): Extension<Arrival>,
-    headers: HeaderMap,
-    body: Body,
-) -> Result<Response, ApiError> {
-    let (answer, batch) = app.prepare(&headers, body, prepare).await?;
-    let answers = app.submit(batch, &arrival)?;
-    let samples = answers.samples();
-    let mut view =
-        View { app, answer, arrived: arrival.at, samples: (0..samples).map(|_| Sample::default()).collect() };
-    if view.answer.stream {
-        return sse::respond(answers, view).await;
+impl Endpoint for Generate {
+    fn prepare(app: &Arc<App>, arrived: Instant, body: &[u8]) -> Result<(Self, Batch), ApiError> {
+        let (answer, batch) = prepare(app, body)?;
+        let samples = batch.samples.iter().map(|_| Sample::default()).collect();
+        Ok((Self { app: app.clone(), answer, arrived, samples }, batch))
     }
-    for (index, whole) in answers.collect().await?.into_iter().enumerate() {
-        view.take(index, whole);
+
+    fn is_streamed(&self) -> bool {
+        self.answer.stream
     }
-    let results: Vec<_> = (0..samples).map(|index| view.result(index, true)).collect();
-    Ok(if view.answer.is_list { json(&results) } else { json(&results[0]) })
+
+    fn whole(mut self, wholes: Vec<Whole>) -> Response {
+        for (index, whole) in wholes.into_iter().enumerate() {
+            self.take(index, whole);
+        }
+        let results: Vec<_> = (0..self.samples.len()).map(|index| self.result(index, true)).collect();
+        if self.answer.is_list { json(&results) } else { json(&results[0]) }
+    }
 }
 
 fn prepare(app: &App, body: &[u8]) -> Result<(Answer, Batch), ApiError> {
@@ -191,7 +186,8 @@ struct Sample {
     output_top_logprobs: Tops,
 }
 
-struct View {
+/// One request and its answer so far.
+pub struct Generate {
     app: Arc<App>,
     answer: Answer,
     arrived: Instant,
@@ -234,7 +230,7 @@ enum Finish<'a> {
     Stop { matched: Option<Matched<'a>> },
 }
 
-impl View {
+impl Generate {
     fn texts(&self) -> Option<&Tokenizer> {
         self.answer.texts_in_logprobs.then_some(&self.app.tokenizer)
     }
@@ -309,7 +305,7 @@ impl View {
     }
 }
 
-impl sse::Dialect for View {
+impl sse::Dialect for Generate {
     fn part(&mut self, index: usize, part: Part, out: &mut Vec<u8>) {
         let (speaks, ended) = match &part {
             Part::Prompt(_) => (false, false),

@@ -1,9 +1,9 @@
 //! The worker's HTTP API: OpenAI's endpoints, SGLang's `/generate`, and what operators ask.
 //!
 //! ```text
-//! listen -> around (id, key, panic, metrics) -> body -> {openai, generate}: fields -> params, prompt -> engine (port)
-//!                                                              answers <- events <- engine
-//!                                                              sse or one JSON
+//! listen -> around (id, key, panic, metrics) -> endpoint: body -> {openai, generate}
+//!                                                         fields -> params, prompt -> engine (port)
+//!                                                sse or one JSON <- answers <- events <- engine
 //! ```
 //! Every refusal is an [`error::ApiError`]. Bodies and template rendering are kept off the runtime's threads when long.
 
@@ -27,7 +27,15 @@ use tandem_model::{Generation, Tokenizer};
 use tokio::sync::Semaphore;
 use tower_http::catch_panic::CatchPanicLayer;
 
-use self::{answers::Answers, body::BodyLimits, error::ApiError, port::EnginePort, prompt::Batch};
+use self::{
+    answers::Answers,
+    body::BodyLimits,
+    error::ApiError,
+    generate::Generate,
+    openai::{chat::Chat, completions::Completions, reply::Reply},
+    port::EnginePort,
+    prompt::Batch,
+};
 use crate::{
     config::{CpuMath, Role},
     metrics::Metrics,
@@ -36,6 +44,7 @@ use crate::{
 pub mod admin;
 pub mod answers;
 pub mod body;
+pub mod endpoint;
 pub mod error;
 pub mod fields;
 pub mod generate;
@@ -134,7 +143,7 @@ impl App {
         self: &Arc<Self>,
         headers: &HeaderMap,
         body: Body,
-        make: fn(&App, &[u8]) -> Result<T, ApiError>,
+        make: impl FnOnce(&Arc<Self>, &[u8]) -> Result<T, ApiError> + Send + 'static,
     ) -> Result<T, ApiError> {
         if self.stopping.load(std::sync::atomic::Ordering::Acquire) {
             let message = "this worker is stopping; send the request to another one";
@@ -156,11 +165,11 @@ impl App {
     ///
     /// # Errors
     /// 503 when its queue is full.
-    pub fn submit(&self, batch: Batch, arrival: &Arrival) -> Result<Answers, ApiError> {
+    pub fn submit(&self, batch: Batch, arrived: Instant) -> Result<Answers, ApiError> {
         let prompt_tokens: usize = batch.samples.iter().map(|sample| sample.prompt.len()).sum();
         let streams = self.engine.submit_all(batch.samples)?;
         self.metrics.requests.prompt_tokens.inc_by(prompt_tokens as u64);
-        Ok(Answers::new(streams, arrival.at, self.metrics.requests.clone()))
+        Ok(Answers::new(streams, arrived, self.metrics.requests.clone()))
     }
 
     pub fn vocab(&self) -> usize {
@@ -194,9 +203,9 @@ pub fn json(value: &impl Serialize) -> Response {
 /// All routes.
 pub fn router(app: Arc<App>) -> Router {
     Router::new()
-        .route("/v1/chat/completions", post(openai::chat::handle))
-        .route("/v1/completions", post(openai::completions::handle))
-        .route("/generate", post(generate::handle).put(generate::handle))
+        .route("/v1/chat/completions", post(endpoint::handle::<Reply<Chat>>))
+        .route("/v1/completions", post(endpoint::handle::<Reply<Completions>>))
+        .route("/generate", post(endpoint::handle::<Generate>).put(endpoint::handle::<Generate>))
         .route("/v1/models", get(admin::models))
         .route("/v1/models/{*model}", get(admin::model))
         .route("/health", get(admin::health))

@@ -14,6 +14,7 @@ pub mod chat;
 pub mod completions;
 mod logprobs;
 mod messages;
+pub mod reply;
 
 pub use logprobs::finite;
 
