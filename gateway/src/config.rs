@@ -96,7 +96,7 @@ pub struct GatewayArgs {
     #[arg(long, value_name = "MS")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub probe_interval_ms: Option<u64>,
-    /// Running exchanges may go on for this long after SIGTERM, in seconds [default: 180].
+    /// Running exchanges may go on for this long after a first SIGTERM or SIGINT, in seconds [default: 180].
     #[arg(long, value_name = "SECS")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub shutdown_grace_period_secs: Option<u64>,

@@ -46,6 +46,7 @@ pub async fn run(gateway: &Gateway, session: &mut ServerSession, request: &Reque
         let opened = tokio::select! {
             opened = open(gateway, request, stale) => opened,
             _ = session.read_body_or_idle(true) => return left(gateway),
+            () = gateway.until_grace_ends() => Err(Failure::stopping()),
         };
         let legs = match opened {
             Ok(legs) => legs,
@@ -163,6 +164,7 @@ enum Wake {
     Decode(LegEvent),
     ClientGone,
     Deadline,
+    GatewayStops,
 }
 
 /// One attempt in progress.
@@ -216,12 +218,16 @@ impl<'a> Run<'a> {
         if Instant::now() >= deadline {
             return Wake::Deadline;
         }
+        if self.gateway.grace_is_over() {
+            return Wake::GatewayStops;
+        }
         tokio::select! {
             biased;
             _ = session.read_body_or_idle(true) => Wake::ClientGone,
             event = next_of(&mut self.prefill) => Wake::Prefill(event),
             event = next_of(&mut self.decode) => Wake::Decode(event),
             _ = sleep_until(deadline.into()) => Wake::Deadline,
+            () = self.gateway.until_grace_ends() => Wake::GatewayStops,
         }
     }
 
@@ -245,6 +251,7 @@ impl<'a> Run<'a> {
     async fn handle(&mut self, session: &mut ServerSession, wake: Wake) -> Option<End> {
         let fact = match wake {
             Wake::ClientGone => Fact::ClientGone,
+            Wake::GatewayStops => Fact::GatewayStops,
             Wake::Deadline => Fact::TimedOut(self.next_deadline().1),
             Wake::Prefill(event) => self.on_prefill(event)?,
             Wake::Decode(event) => {

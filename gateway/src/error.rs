@@ -93,6 +93,14 @@ impl Failure {
         failure
     }
 
+    /// The gateway's grace is over.
+    pub fn stopping() -> Self {
+        let message = "the gateway is stopping and the request did not end in its grace period; send it again";
+        let mut failure = Self::new(503, "gateway_stopping", Blame::Gateway, message);
+        failure.retry_after_secs = Some(1);
+        failure
+    }
+
     /// The transport of a leg failed. `unanswered_reuse`: the connection had served before and no response byte came.
     pub fn transport(side: Side, worker: &str, what: &str, unanswered_reuse: bool) -> Self {
         let message = format!("the {} worker {worker} failed: {what}", side.name());

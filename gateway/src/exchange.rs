@@ -36,6 +36,8 @@ pub enum Fact {
     DecodeFailed(Failure),
     TimedOut(Deadline),
     ClientGone,
+    /// The gateway's grace is over.
+    GatewayStops,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -148,6 +150,10 @@ impl Exchange {
                 let outcome = self.outcome(timeout(deadline));
                 self.over(vec![Action::Cancel(Side::Prefill), Action::Cancel(Side::Decode)], outcome)
             }
+            Fact::GatewayStops => {
+                let outcome = self.outcome(Failure::stopping());
+                self.over(vec![Action::Cancel(Side::Prefill), Action::Cancel(Side::Decode)], outcome)
+            }
             Fact::ClientGone => unreachable!("handled for every state"),
         }
     }
@@ -158,7 +164,7 @@ impl Exchange {
                 let outcome = self.outcome(root);
                 self.over(vec![], outcome)
             }
-            Fact::PrefillEnded | Fact::TimedOut(_) => {
+            Fact::PrefillEnded | Fact::TimedOut(_) | Fact::GatewayStops => {
                 let outcome = self.outcome(accused);
                 self.over(vec![Action::Cancel(Side::Prefill)], outcome)
             }
@@ -258,6 +264,11 @@ mod tests {
                 vec![Fact::TimedOut(Deadline::FirstToken)],
                 vec![cancel_p.clone(), cancel_d.clone(), Action::Answer(first_token)],
             ),
+            (vec![Fact::GatewayStops], vec![cancel_p.clone(), cancel_d.clone(), Action::Answer(Failure::stopping())]),
+            (
+                vec![Fact::PrefillEnded, Fact::AnswerOpened, Fact::GatewayStops],
+                vec![cancel_d.clone(), Action::BreakOff(Failure::stopping())],
+            ),
             (vec![Fact::DecodeFailed(reported())], vec![cancel_d.clone(), Action::AwaitVerdict]),
             (vec![Fact::DecodeToken, Fact::PrefillFailed(p.clone())], vec![Action::CountLatePrefillFailure(p.clone())]),
         ];
@@ -315,6 +326,7 @@ mod tests {
             Fact::TimedOut(Deadline::Whole),
             Fact::TimedOut(Deadline::Verdict),
             Fact::ClientGone,
+            Fact::GatewayStops,
         ];
         let ends = |a: &Action| {
             matches!(a, Action::Answer(_) | Action::BreakOff(_) | Action::StartOver(_) | Action::Finish | Action::Leave)

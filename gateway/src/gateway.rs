@@ -22,6 +22,9 @@ pub struct Gateway {
     pub draining: AtomicBool,
     running: AtomicUsize,
     idle: Notify,
+    /// What still runs ends now, each with an outcome for its client.
+    grace_over: AtomicBool,
+    grace_ends: Notify,
 }
 
 impl Gateway {
@@ -34,6 +37,8 @@ impl Gateway {
             draining: AtomicBool::new(false),
             running: AtomicUsize::new(0),
             idle: Notify::new(),
+            grace_over: AtomicBool::new(false),
+            grace_ends: Notify::new(),
             fleet,
             config,
         })
@@ -43,6 +48,29 @@ impl Gateway {
     pub fn begin_request(&self) -> RequestGuard<'_> {
         self.running.fetch_add(1, SeqCst);
         RequestGuard(self)
+    }
+
+    /// Running exchanges have had their time.
+    pub fn end_grace(&self) {
+        self.grace_over.store(true, SeqCst);
+        self.grace_ends.notify_waiters();
+    }
+
+    pub fn grace_is_over(&self) -> bool {
+        self.grace_over.load(SeqCst)
+    }
+
+    /// Returns once [`Gateway::end_grace`] was called. Cancel-safe.
+    pub async fn until_grace_ends(&self) {
+        loop {
+            let ends = self.grace_ends.notified();
+            tokio::pin!(ends);
+            ends.as_mut().enable();
+            if self.grace_is_over() {
+                return;
+            }
+            ends.await;
+        }
     }
 
     /// Returns once no request is running.

@@ -42,7 +42,7 @@ pub use error::StartError;
 pub use pair::Policy;
 pub use server::{Addresses, How, Stop, serve};
 
-/// Runs a gateway until SIGTERM, SIGQUIT (running exchanges may end) or SIGINT (at once). Blocks; call it from a thread
+/// Runs a gateway until SIGTERM, SIGINT or SIGQUIT; running exchanges may end, unless a second signal comes. Blocks; call it from a thread
 /// without an async runtime, since pingora brings its own.
 pub fn run(args: GatewayArgs) -> Result<(), StartError> {
     let config = args.merged()?.checked()?;

@@ -152,7 +152,11 @@ impl Target {
 }
 
 async fn serve(gateway: &Gateway, session: &mut ServerSession, target: &Target, arrived: Instant) -> Done {
-    match prepare(gateway, session, target).await {
+    let prepared = tokio::select! {
+        prepared = prepare(gateway, session, target) => prepared,
+        () = gateway.until_grace_ends() => Err(Failure::stopping()),
+    };
+    match prepared {
         Err(failure) => reply::failure(session, &failure).await,
         Ok(None) => Done::broken(499, "client_gone"),
         Ok(Some(body)) => match target.kind {

@@ -5,13 +5,14 @@
 //! - `Server::run_forever` never returns and takes the process's signals; `Server::run` returns and takes them from a
 //!   [`ShutdownSignalWatch`], which is ours.
 //! - Pingora's graceful stop sleeps a fixed time and then drops what still runs. Ours closes the listeners at once, waits for
-//!   the last exchange (bounded), and then has pingora stop without delay.
+//!   the last exchange (bounded), has those that still run tell their clients, and then has pingora stop without delay.
 
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::IntoRawFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use pingora::apps::ServerApp;
@@ -30,6 +31,8 @@ use crate::gateway::Gateway;
 use crate::probe::ProbeService;
 use crate::proxy::{DataApp, MetricsApp};
 
+/// How long clients whose exchange outlived the grace may take to receive its end.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 /// What one client connection's reads are buffered with.
 const CLIENT_BUFFER_BYTES: usize = 16 * 1024;
 
@@ -42,7 +45,7 @@ pub struct Addresses {
 
 /// Who tells the gateway to stop.
 pub enum Stop {
-    /// SIGTERM and SIGQUIT let running exchanges end, SIGINT does not wait.
+    /// SIGTERM, SIGINT and SIGQUIT let running exchanges end; a second one does not wait for them.
     Signals,
     /// The same by a channel.
     Channel(watch::Receiver<Option<How>>),
@@ -52,6 +55,7 @@ pub enum Stop {
 pub enum How {
     /// Running exchanges may end.
     Drain,
+    /// Running exchanges are broken off; their clients are told.
     Now,
 }
 
@@ -79,8 +83,10 @@ pub fn serve(config: Config, stop: Stop, listening: impl FnOnce(Addresses)) -> R
     server.add_service(Bound::new("metrics", MetricsApp(gateway.clone()), metrics, 1, closed));
     server.add_service(background_service("probe", ProbeService(gateway.prober.clone())));
     listening(addresses);
-    let shutdown_signal = Box::new(Stopper { gateway, stop, close });
+    // One sender outlives pingora: a listener takes the loss of its channel for an error.
+    let shutdown_signal = Box::new(Stopper { gateway, stop, close: close.clone() });
     server.run(RunArgs { shutdown_signal });
+    drop(close);
     Ok(())
 }
 
@@ -161,16 +167,21 @@ struct Stopper {
 impl ShutdownSignalWatch for Stopper {
     async fn recv(&self) -> ShutdownSignal {
         let mut wishes = Wishes::new(&self.stop);
-        if wishes.next().await == How::Drain {
-            self.gateway.draining.store(true, Relaxed);
-            self.close.send_replace(true);
-            tracing::info!("stopping: no new connections, running exchanges may end");
+        let how = wishes.next().await;
+        self.gateway.draining.store(true, Relaxed);
+        self.close.send_replace(true);
+        if how == How::Drain {
             let limit = self.gateway.config.deadlines.drain;
+            tracing::info!("stopping: no new connections, running exchanges may end within {} s", limit.as_secs());
             tokio::select! {
                 _ = self.gateway.until_idle() => tracing::info!("all exchanges ended"),
                 _ = tokio::time::sleep(limit) => tracing::warn!("exchanges still ran after {} s", limit.as_secs()),
                 _ = wishes.next() => tracing::warn!("told again to stop: not waiting any longer"),
             }
+        }
+        self.gateway.end_grace();
+        if tokio::time::timeout(LAST_WORDS, self.gateway.until_idle()).await.is_err() {
+            tracing::warn!("some clients did not take the end of their exchange");
         }
         // Its runtimes end without delay; nothing is left to wait for.
         ShutdownSignal::FastShutdown
@@ -210,7 +221,7 @@ impl Wishes {
             Wishes::Signals { terminate, quit, interrupt } => tokio::select! {
                 _ = terminate.recv() => How::Drain,
                 _ = quit.recv() => How::Drain,
-                _ = interrupt.recv() => How::Now,
+                _ = interrupt.recv() => How::Drain,
             },
             Wishes::Channel(channel) => match channel.changed().await {
                 Ok(()) => channel.borrow().unwrap_or(How::Now),

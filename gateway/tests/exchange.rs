@@ -649,6 +649,37 @@ async fn a_gateway_told_to_stop_lets_running_streams_end() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn when_the_grace_ends_every_client_gets_an_outcome() {
+    for how in [How::Drain, How::Now] {
+        let p = Worker::start("prefill", well).await;
+        let mut d = Worker::start("decode", endless).await;
+        let args = GatewayArgs { shutdown_grace_period_secs: Some(0), ..pd_args(&[&p], &[&d]) };
+        let gateway = Gateway::start(args).await;
+        gateway.until_ready().await;
+        let mut stream = gateway.chat(true).await;
+        within("a token", stream.chunk()).await.unwrap().unwrap();
+        d.next().await;
+        let mut uploading = gateway.connect().await;
+        uploading.write_all(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{").await.unwrap();
+        let stop = async {
+            d.next().await;
+            gateway.stop(how);
+        };
+        let (whole, ()) = tokio::join!(gateway.chat(false), stop);
+        assert!(whole.headers().contains_key("retry-after"));
+        let (status, code, error) = error_of(whole).await;
+        assert_eq!((status, code.as_str(), &error["type"]), (503, "gateway_stopping", &json!("server_error")));
+        let rest = within("the stream's end", stream.text()).await.unwrap();
+        let event: Value = serde_json::from_str(rest.strip_prefix("data: ").unwrap().trim_end()).unwrap();
+        assert_eq!((&event["error"]["code"], &event["error"]["status"]), (&json!("gateway_stopping"), &json!(503)));
+        let mut seen = Vec::new();
+        let _ = within("the end of the upload", uploading.read_to_end(&mut seen)).await;
+        assert!(seen.starts_with(b"HTTP/1.1 503"), "{:?}", String::from_utf8_lossy(&seen));
+        gateway.ended().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_busy_port_is_a_start_error() {
     let held = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let args = GatewayArgs {

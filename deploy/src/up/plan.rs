@@ -10,8 +10,9 @@ use super::{
 /// Workers are reached by the gateway and by each other only, on this machine.
 pub const WORKER_HOST: &str = "127.0.0.1";
 
-/// Running exchanges may go on for this long after the request to stop, as in the workers; `up` kills a little later.
-const GATEWAY_GRACE_SECS: u32 = 10;
+/// Running exchanges may go on for this long after the request to stop. Less than the workers' 10 s, so that these are
+/// still there when the gateway ends what still runs and tells its clients; `up` kills a little later.
+const GATEWAY_GRACE_SECS: u32 = 8;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ChildRole {
@@ -239,7 +240,7 @@ pub(super) mod tests {
         assert_eq!(
             line(&fleet[2]),
             "gateway --host 127.0.0.1 --port 30000 --prometheus-host 127.0.0.1 --prometheus-port 29000 \
-             --shutdown-grace-period-secs 10 --pd-disaggregation \
+             --shutdown-grace-period-secs 8 --pd-disaggregation \
              --prefill http://127.0.0.1:20002 20001 --decode http://127.0.0.1:20003"
         );
     }

@@ -248,6 +248,16 @@ pub fn reset(socket: TcpStream) {
     socket.set_zero_linger().unwrap();
 }
 
+/// Shows one token of a stream, or nothing of a whole answer, and then works until its connection is closed.
+pub async fn endless(got: Got, socket: TcpStream) -> Option<TcpStream> {
+    let mut socket = match got.json()["stream"] == true {
+        true => say(socket, format!("{SSE_HEAD}{}", chunk(&token("Pa")))).await?,
+        false => socket,
+    };
+    closed(&mut socket).await;
+    None
+}
+
 /// A script that never answers, and what tells that its connection was closed.
 pub fn hang() -> (impl Fn(Got, TcpStream) -> Played + Send + Sync + 'static, mpsc::Receiver<()>) {
     let (tell, told) = mpsc::channel(1024);
@@ -279,6 +289,16 @@ impl Gateway {
     }
 
     pub async fn start(args: GatewayArgs) -> Gateway {
+        let (stop, stopped) = watch::channel(None);
+        Gateway::start_with(args, Stop::Channel(stopped), stop).await
+    }
+
+    /// One that signals to this process stop.
+    pub async fn start_for_signals(args: GatewayArgs) -> Gateway {
+        Gateway::start_with(args, Stop::Signals, watch::channel(None).0).await
+    }
+
+    async fn start_with(args: GatewayArgs, stopped: Stop, stop: watch::Sender<Option<How>>) -> Gateway {
         let args = GatewayArgs {
             host: Some("127.0.0.1".into()),
             port: Some(0),
@@ -289,10 +309,9 @@ impl Gateway {
             ..args
         };
         let config = args.checked().unwrap();
-        let (stop, stopped) = watch::channel(None);
         let (tell, told) = oneshot::channel();
         let served = std::thread::spawn(move || {
-            tandem_gateway::serve(config, Stop::Channel(stopped), |addresses| tell.send(addresses).unwrap()).unwrap();
+            tandem_gateway::serve(config, stopped, |addresses| tell.send(addresses).unwrap()).unwrap();
         });
         let addresses = within("the gateway's start", told).await.unwrap();
         let client = reqwest::Client::builder().no_proxy().timeout(LIMIT).build().unwrap();
