@@ -38,6 +38,12 @@ pub struct Request {
     pub arrived: Instant,
 }
 
+impl Request {
+    fn samples(&self) -> usize {
+        self.scanned.samples.count()
+    }
+}
+
 /// Answers the client, whatever happens.
 pub async fn run(gateway: &Gateway, session: &mut ServerSession, request: &Request) -> Done {
     gateway.metrics.routed(request.endpoint, gateway.fleet.split, request.scanned.stream);
@@ -186,7 +192,7 @@ struct Run<'a> {
 
 impl<'a> Run<'a> {
     fn new(gateway: &'a Gateway, request: &'a Request, legs: Legs, may_retry: bool) -> Self {
-        let plan = Plan { split: legs.prefill.is_some(), samples: request.scanned.samples.count(), may_retry };
+        let plan = Plan { split: legs.prefill.is_some(), samples: request.samples(), may_retry };
         Run {
             gateway,
             request,
@@ -284,7 +290,7 @@ impl<'a> Run<'a> {
         let meaning = match event {
             LegEvent::Head(head) => {
                 let worker = self.prefill.as_ref().map_or("", |leg| leg.worker().url());
-                self.prefill_answer = Some(Answer::new(Side::Prefill, worker, &head));
+                self.prefill_answer = Some(Answer::new(Side::Prefill, worker, &head, self.request.samples()));
                 return None;
             }
             LegEvent::Data(data) => self.prefill_answer.as_mut()?.push(data).meaning,
@@ -312,7 +318,7 @@ impl<'a> Run<'a> {
         let step = match event {
             LegEvent::Head(head) => {
                 let worker = self.decode.as_ref().map_or("", |leg| leg.worker().url());
-                self.decode_answer = Some(Answer::new(Side::Decode, worker, &head));
+                self.decode_answer = Some(Answer::new(Side::Decode, worker, &head, self.request.samples()));
                 self.decode_head = Some(head);
                 return (Bytes::new(), Meaning::None);
             }
@@ -449,7 +455,7 @@ async fn drain(mut leg: Leg, mut answer: Option<Answer>) -> bool {
     loop {
         let meaning = match leg.next().await {
             LegEvent::Head(head) => {
-                answer = Some(Answer::new(Side::Prefill, leg.worker().url(), &head));
+                answer = Some(Answer::new(Side::Prefill, leg.worker().url(), &head, 1));
                 Meaning::None
             }
             LegEvent::Data(data) => answer.as_mut().map_or(Meaning::None, |a| a.push(data).meaning),

@@ -1,8 +1,9 @@
 //! Watching a worker's answer while it passes: events are cut apart and judged, their bytes are never re-encoded. Success
-//! is judged from content, not from the status: an error event, an abort, an end without finish reason and an answer
-//! without content are failures with a name. *Pure.*
+//! is judged from content, not from the status: an error event, an abort, an end without each sample's finish reason or, in
+//! a stream of events, without `[DONE]`, and an answer without content are failures with a name. *Pure.*
 
 use std::borrow::Cow;
+use std::collections::BTreeSet;
 use std::fmt;
 
 use bytes::{Bytes, BytesMut};
@@ -66,12 +67,13 @@ enum Kind {
 }
 
 impl Answer {
-    pub fn new(side: Side, worker: &str, head: &ResponseHead) -> Self {
+    /// `samples`: how many finish reasons make a stream of D complete.
+    pub fn new(side: Side, worker: &str, head: &ResponseHead, samples: usize) -> Self {
         let kind = if !(200..300).contains(&head.status) {
             let retry_after_secs = head.retry_after_secs();
             Kind::Refusal { status: head.status, retry_after_secs, kept: BytesMut::new() }
         } else if head.is_event_stream() {
-            Kind::Events(Events::default())
+            Kind::Events(Events::new(samples))
         } else {
             Kind::Whole { held: BytesMut::new(), overflowed: false }
         };
@@ -109,7 +111,7 @@ impl Answer {
             Kind::Refusal { status, retry_after_secs, kept } => {
                 Step::failed(Failure::refused(self.side, *status, kept.split().freeze(), *retry_after_secs))
             }
-            Kind::Events(events) => events.end(self.side).unwrap_or_else(truncated),
+            Kind::Events(events) => events.end(self.side, clean).unwrap_or_else(truncated),
             _ if !clean => truncated(),
             Kind::Whole { overflowed: true, .. } => Step { forward: Bytes::new(), meaning: Meaning::Complete },
             Kind::Whole { held, .. } => match judge_whole(self.side, held) {
@@ -122,20 +124,35 @@ impl Answer {
 
 /// Server-sent events of one answer. Event ends are `\n\n`, `\n\r\n` and `\r\n\r\n`; a lone `\r` is not taken as a line end,
 /// since no worker sends it.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Events {
     /// The beginning of an event that is not whole yet.
     tail: BytesMut,
     /// Up to here `tail` holds no event end.
     searched: usize,
     token_seen: bool,
-    finish_seen: bool,
+    /// Samples whose finish reason has not been seen yet.
+    unfinished: BTreeSet<u64>,
     complete: bool,
+    /// An event was too large to be judged: any sample may have finished in it, so `[DONE]` alone tells.
+    unjudged: bool,
     /// The beginning of the event at hand was forwarded already.
     passing_large: bool,
 }
 
 impl Events {
+    fn new(samples: usize) -> Self {
+        Events {
+            tail: BytesMut::new(),
+            searched: 0,
+            token_seen: false,
+            unfinished: (0..samples as u64).collect(),
+            complete: false,
+            unjudged: false,
+            passing_large: false,
+        }
+    }
+
     fn push(&mut self, side: Side, data: &[u8]) -> Step {
         if self.complete {
             return Step::quiet();
@@ -146,21 +163,21 @@ impl Events {
         while let Some(end) = event_end(&self.tail, self.searched.max(ready)) {
             let judged = match std::mem::take(&mut self.passing_large) {
                 // Too large to be held: it counts as content.
-                true => Ok(Event::Token { finish: false }),
+                true => Ok(Event::Token { finished: vec![] }),
                 false => judge_event(side, &self.tail[ready..end]),
             };
             match judged {
                 Err(failure) => return self.step(ready, Meaning::Failed(failure)),
-                Ok(Event::Done) if side == Side::Decode && !self.finish_seen => {
+                Ok(Event::Done) if side == Side::Decode && !self.unfinished.is_empty() && !self.unjudged => {
                     return self.step(ready, Meaning::Failed(no_finish(side)));
                 }
                 Ok(Event::Done) => {
                     self.complete = true;
                     return self.step(end, Meaning::Complete);
                 }
-                Ok(Event::Token { finish }) => {
+                Ok(Event::Token { finished }) => {
                     self.token_seen = true;
-                    self.finish_seen |= finish;
+                    self.unfinished.retain(|sample| !finished.contains(sample));
                 }
                 Ok(Event::Other) => {}
             }
@@ -170,6 +187,7 @@ impl Events {
         self.searched = self.tail.len().saturating_sub(2).max(ready);
         if self.tail.len() - ready > HELD_EVENT_BYTES_MAX {
             self.passing_large = true;
+            self.unjudged = true;
             self.token_seen = true;
             ready = self.tail.len() - 2;
         }
@@ -183,13 +201,13 @@ impl Events {
         Step { forward, meaning }
     }
 
-    /// `None` when the answer broke off.
-    fn end(&mut self, side: Side) -> Option<Step> {
-        let good = self.complete || self.finish_seen || (side == Side::Prefill && self.tail.is_empty());
-        if !good && !self.token_seen && self.tail.is_empty() {
-            return Some(Step::failed(tokenless(side)));
+    /// `None` when the answer broke off. D's is complete with `[DONE]` only, P's also by a clean end.
+    fn end(&mut self, side: Side, clean: bool) -> Option<Step> {
+        let untouched = self.tail.is_empty() && clean;
+        if self.complete || (side == Side::Prefill && untouched) {
+            return Some(Step { forward: Bytes::new(), meaning: Meaning::Complete });
         }
-        good.then(|| Step { forward: self.tail.split().freeze(), meaning: Meaning::Complete })
+        (untouched && !self.token_seen).then(|| Step::failed(tokenless(side)))
     }
 }
 
@@ -199,7 +217,7 @@ fn tokenless(side: Side) -> Failure {
 }
 
 fn no_finish(side: Side) -> Failure {
-    let what = format!("the {} worker ended its answer without a finish reason", side.name());
+    let what = format!("the {} worker ended its answer without each sample's finish reason", side.name());
     Failure::worker(side, ["prefill_truncated", "decode_truncated"], what)
 }
 
@@ -219,7 +237,10 @@ fn event_end(bytes: &[u8], from: usize) -> Option<usize> {
 
 enum Event {
     Done,
-    Token { finish: bool },
+    /// Content, and the samples that it ends.
+    Token {
+        finished: Vec<u64>,
+    },
     Other,
 }
 
@@ -231,11 +252,8 @@ fn judge_event(side: Side, event: &[u8]) -> Result<Event, Failure> {
     // An event that is no JSON is the client's to judge: it is forwarded and proves nothing.
     let Ok(message) = serde_json::from_slice::<Message>(&data) else { return Ok(Event::Other) };
     message.fault(side)?;
-    Ok(if message.has_token() || message.is_finished() {
-        Event::Token { finish: message.is_finished() }
-    } else {
-        Event::Other
-    })
+    let finished = message.finished();
+    Ok(if message.has_token() || !finished.is_empty() { Event::Token { finished } } else { Event::Other })
 }
 
 /// The `data:` lines of one event joined; `None` for comments and events without data.
@@ -272,10 +290,10 @@ fn judge_whole(side: Side, body: &[u8]) -> Result<(), Failure> {
         Failure::worker(side, ["prefill_bad_answer", "decode_bad_answer"], what)
     })?;
     messages.0.iter().try_for_each(|m| m.fault(side))?;
-    if messages.0.is_empty() || !messages.0.iter().all(|m| m.has_token() || m.is_finished()) {
+    if messages.0.is_empty() || !messages.0.iter().all(|m| m.has_token() || !m.finished().is_empty()) {
         return Err(tokenless(side));
     }
-    if !messages.0.iter().all(Message::is_finished) {
+    if messages.0.iter().any(|m| m.finished().is_empty()) {
         return Err(no_finish(side));
     }
     Ok(())
@@ -315,10 +333,15 @@ struct Message<'a> {
     output_ids: Filled,
     #[serde(borrow, default)]
     meta_info: Option<MetaInfo<'a>>,
+    /// `/generate`'s sample; left out where there is one.
+    #[serde(default)]
+    index: Option<u64>,
 }
 
 #[derive(Deserialize)]
 struct Choice<'a> {
+    #[serde(default)]
+    index: Option<u64>,
     #[serde(default)]
     delta: Option<Content>,
     #[serde(default)]
@@ -383,10 +406,12 @@ impl Message<'_> {
         self.text.0 || self.output_ids.0 || self.choices.iter().any(of_choice)
     }
 
-    fn is_finished(&self) -> bool {
+    /// The samples that have their finish reason here.
+    fn finished(&self) -> Vec<u64> {
         let given = |f: Option<&RawValue>| f.is_some_and(|f| f.get() != "null");
-        given(self.meta_info.as_ref().and_then(|m| m.finish_reason))
-            || self.choices.iter().any(|c| given(c.finish_reason))
+        let own = given(self.meta_info.as_ref().and_then(|m| m.finish_reason)).then_some(self.index);
+        let of_choices = self.choices.iter().filter(|c| given(c.finish_reason)).map(|c| c.index);
+        own.into_iter().chain(of_choices).map(|index| index.unwrap_or(0)).collect()
     }
 }
 
@@ -442,9 +467,13 @@ mod tests {
     use crate::http1::take_response_head;
 
     fn answer(side: Side, content_type: &str) -> Answer {
+        answer_of(side, content_type, 1)
+    }
+
+    fn answer_of(side: Side, content_type: &str, samples: usize) -> Answer {
         let text = format!("HTTP/1.1 200 OK\r\ncontent-type: {content_type}\r\n\r\n");
         let head = take_response_head(&mut BytesMut::from(text.as_bytes())).unwrap().unwrap();
-        Answer::new(side, "http://w", &head)
+        Answer::new(side, "http://w", &head, samples)
     }
 
     fn code(step: &Step) -> &'static str {
@@ -494,7 +523,63 @@ mod tests {
         assert_eq!((code(&step), step.forward.len()), ("decode_truncated", 0));
         let mut without_done = answer(Side::Decode, "text/event-stream");
         without_done.push(Bytes::from_static(LAST.as_bytes()));
-        assert_eq!(without_done.end(true).meaning, Meaning::Complete);
+        assert_eq!(code(&without_done.end(true)), "decode_truncated");
+    }
+
+    #[test]
+    fn a_stream_is_good_with_each_samples_finish_reason_and_done() {
+        let chat = |i: u64| format!("data: {{\"choices\":[{{\"index\":{i},\"finish_reason\":\"stop\"}}]}}\n\n");
+        let native = |i: u64| {
+            format!(
+                "data: {{\"text\":\"x\",\"index\":{i},\"meta_info\":{{\"finish_reason\":{{\"type\":\"stop\"}}}}}}\n\n"
+            )
+        };
+        let usage = "data: {\"choices\":[],\"usage\":{\"total_tokens\":3}}\n\n".to_owned();
+        let both = "data: {\"choices\":[{\"index\":0,\"finish_reason\":\"stop\"},{\"index\":1,\"finish_reason\":\"length\"}]}\n\n";
+        let done = DONE.to_owned();
+        let cases: Vec<(usize, Vec<String>, bool)> = vec![
+            (1, vec![chat(0), done.clone()], true),
+            (1, vec![chat(0), usage.clone(), done.clone()], true),
+            (1, vec![chat(0), usage.clone()], false),
+            (1, vec![chat(0)], false),
+            (2, vec![chat(0), chat(1), done.clone()], true),
+            (2, vec![both.to_owned(), done.clone()], true),
+            (2, vec![chat(1), native(0), done.clone()], true),
+            (2, vec![native(1), native(0), done.clone()], true),
+            (2, vec![chat(0), chat(1)], false),
+            (2, vec![chat(0), done.clone()], false),
+            (2, vec![chat(0), chat(0), done.clone()], false),
+            (2, vec![chat(0), chat(7), done.clone()], false),
+            (8, vec![native(3)], false),
+        ];
+        for (samples, events, good) in cases {
+            for clean in [true, false] {
+                let mut stream = answer_of(Side::Decode, "text/event-stream", samples);
+                let mut meaning = Meaning::None;
+                for event in &events {
+                    meaning = stream.push(Bytes::from(event.clone())).meaning;
+                }
+                if !matches!(meaning, Meaning::Complete | Meaning::Failed(_)) {
+                    meaning = stream.end(clean).meaning;
+                }
+                assert_eq!(meaning == Meaning::Complete, good, "{samples} {events:?}: {meaning:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_last_event_too_large_to_judge_needs_done() {
+        let last = format!(
+            "data: {{\"text\":\"{}\",\"meta_info\":{{\"finish_reason\":{{\"type\":\"stop\"}}}}}}\n\n",
+            "x".repeat(2 * HELD_EVENT_BYTES_MAX)
+        );
+        for done in [true, false] {
+            let mut stream = answer(Side::Decode, "text/event-stream");
+            stream.push(Bytes::copy_from_slice(&last.as_bytes()[..last.len() - 9]));
+            stream.push(Bytes::copy_from_slice(&last.as_bytes()[last.len() - 9..]));
+            let step = if done { stream.push(Bytes::from_static(DONE.as_bytes())) } else { stream.end(true) };
+            assert_eq!(step.meaning == Meaning::Complete, done);
+        }
     }
 
     #[test]
@@ -575,5 +660,8 @@ mod tests {
         let mut failed = answer(Side::Prefill, "text/event-stream");
         let step = failed.push(Bytes::from_static(b"data: {\"error\":{\"message\":\"oom\",\"code\":503}}\n\n"));
         assert_eq!(code(&step), "prefill_reported_error");
+        let mut cut = answer(Side::Prefill, "text/event-stream");
+        cut.push(Bytes::from_static(TOKEN.as_bytes()));
+        assert_eq!(code(&cut.end(false)), "prefill_truncated");
     }
 }
