@@ -86,7 +86,7 @@ fn card(app: &App) -> ModelCard<'_> {
         created: app.facts.started_unix,
         owned_by: "tandem",
         root: &app.facts.model_path,
-        max_model_len: app.facts.context_length,
+        max_model_len: app.facts.model_len_max(),
     }
 }
 

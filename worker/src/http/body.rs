@@ -7,7 +7,7 @@ use http::{HeaderMap, StatusCode, header};
 use http_body_util::BodyExt;
 use serde::de::DeserializeOwned;
 
-use super::error::ApiError;
+use super::{error::ApiError, fields::Object};
 
 /// After a body over the limit, this much more is read and thrown away, so that a client that sends before it reads
 /// still sees the 413 instead of a reset.
@@ -78,15 +78,16 @@ fn too_large(bytes_max: usize, announced: Option<u64>) -> ApiError {
     )
 }
 
-/// The body as a request.
+/// The body, a JSON object, as a request.
 ///
 /// # Errors
-/// 400 that says where and why: not UTF-8, not JSON, or a field of the wrong type (then `param` names it).
+/// 400 that says where and why: not UTF-8, not JSON, or a field that is missing or of the wrong type (then `param` names
+/// it).
 pub fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, ApiError> {
     let text = std::str::from_utf8(body)
         .map_err(|e| ApiError::malformed(format!("the body is not UTF-8: bad byte at offset {}", e.valid_up_to())))?;
     let mut source = serde_json::Deserializer::from_str(text);
-    let value = serde_path_to_error::deserialize(&mut source).map_err(|e| {
+    let Object(value) = serde_path_to_error::deserialize(&mut source).map_err(|e| {
         let path = e.path().to_string();
         describe(text, e.inner(), Some(path).filter(|path| path != "."))
     })?;
@@ -98,20 +99,39 @@ fn describe(text: &str, error: &serde_json::Error, path: Option<String>) -> ApiE
     if text.trim_ascii().is_empty() {
         return ApiError::malformed("the body is empty; send a JSON object");
     }
+    let cause = cause(text, error);
     if let Some(word) = number_that_is_none(text, error) {
         let field = path.map(Cow::Owned);
         let name = field.as_deref().unwrap_or("a value");
-        let message = format!("{name} is {word}, which is no JSON number ({error})");
+        let message = format!("{name} is {word}, which is no JSON number ({cause})");
         return ApiError { param: field, ..ApiError::malformed(message) };
+    }
+    if let Some(field) = cause.strip_prefix("missing field `").and_then(|rest| rest.strip_suffix('`')) {
+        let field = path.map_or_else(|| field.to_owned(), |path| format!("{path}.{field}"));
+        let message = format!("{field} is required, and the request lacks it");
+        return ApiError { code: "missing_required_parameter", ..ApiError::invalid(field, message) };
     }
     match path {
         Some(path) if error.is_data() => {
-            ApiError { code: "invalid_type", message: format!("{path}: {error}"), ..ApiError::invalid(path, "") }
+            ApiError { code: "invalid_type", message: format!("{path}: {cause}"), ..ApiError::invalid(path, "") }
         }
-        Some(path) => ApiError::malformed(format!("the body is not valid JSON near {path}: {error}")),
-        None if error.is_data() => ApiError { code: "invalid_type", ..ApiError::malformed(error.to_string()) },
-        None => ApiError::malformed(format!("the body is not valid JSON: {error}")),
+        Some(path) => ApiError::malformed(format!("the body is not valid JSON near {path}: {cause}")),
+        None if error.is_data() => {
+            ApiError { code: "invalid_type", ..ApiError::malformed(format!("the body: {cause}")) }
+        }
+        None => ApiError::malformed(format!("the body is not valid JSON: {cause}")),
     }
+}
+
+/// What is wrong. A place is told where the syntax is, of a field the name says more; and never of a body to which a
+/// gateway added the rendezvous, since its client cannot count in that.
+fn cause(text: &str, error: &serde_json::Error) -> String {
+    let whole = error.to_string();
+    if !error.is_data() && !text.contains("\"bootstrap_room\"") {
+        return whole;
+    }
+    let place = format!(" at line {} column {}", error.line(), error.column());
+    whole.strip_suffix(&place).map_or(whole.clone(), str::to_owned)
 }
 
 /// Python's `json.dumps` writes NaN and Infinity, which JSON lacks; the bare syntax error would leave people guessing.
@@ -145,10 +165,12 @@ mod tests {
 
     #[test]
     fn each_malformed_body_is_told_apart() {
-        let cases: [(&[u8], &str); 8] = [
+        let cases: [(&[u8], &str); 10] = [
             (b"", "empty"),
             (b"{", "not valid JSON"),
-            (b"[]x", "trailing characters"),
+            (b"{}x", "trailing characters at line 1 column 3"),
+            (b"[0.5]", "invalid type: sequence, expected a JSON object"),
+            (b"\"x\"", "expected a JSON object"),
             (b"{\"temperature\": \"hot\"}", "temperature: invalid type: string \"hot\""),
             (b"{\"temperature\": NaN}", "temperature is NaN"),
             (b"{\"temperature\": -Infinity}", "Infinity"),
@@ -161,6 +183,33 @@ mod tests {
             assert!(error.message.contains(part), "{:?} lacks {part:?}", error.message);
         }
         assert_eq!(refusal(b"{\"temperature\": \"hot\"}").param.as_deref(), Some("temperature"));
+    }
+
+    #[test]
+    fn a_place_is_told_only_where_the_client_can_find_it() {
+        assert!(refusal(b"{\"temperature\": }").message.ends_with("at line 1 column 17"));
+        for body in ["{\"temperature\": \"hot\"}", "{\"bootstrap_room\": 7, \"temperature\": }"] {
+            let error = refusal(body.as_bytes());
+            assert!(!error.message.contains(" column "), "{}", error.message);
+        }
+    }
+
+    #[test]
+    fn a_missing_field_is_named_as_missing() {
+        #[derive(Deserialize, Debug)]
+        struct Outer {
+            #[expect(dead_code)]
+            inner: Vec<Inner>,
+        }
+        #[derive(Deserialize, Debug)]
+        struct Inner {
+            #[expect(dead_code)]
+            role: String,
+        }
+        for (body, field) in [("{}", "inner"), ("{\"inner\": [{\"role\": \"a\"}, {}]}", "inner[1].role")] {
+            let error = parse::<Outer>(body.as_bytes()).unwrap_err();
+            assert_eq!((error.code, error.param.as_deref()), ("missing_required_parameter", Some(field)));
+        }
     }
 
     #[test]

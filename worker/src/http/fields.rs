@@ -2,15 +2,71 @@
 //! say, how to sample, where to rendezvous); each view ignores the fields of the others and those that nobody knows.
 //! *Pure.*
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, fmt, marker::PhantomData};
 
-use serde::{Deserialize, de::IgnoredAny};
+use serde::{
+    Deserialize, Deserializer,
+    de::{
+        IgnoredAny, MapAccess, SeqAccess, Visitor,
+        value::{MapAccessDeserializer, SeqAccessDeserializer},
+    },
+};
+
+/// A struct that is written as a JSON object. serde by itself also takes a list, whose values then are the fields in the
+/// order of their declaration, so that `[3]` would set whatever happens to come first.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Object<T>(pub T);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
+    fn deserialize<D: Deserializer<'de>>(source: D) -> Result<Self, D::Error> {
+        struct Entries<T>(PhantomData<T>);
+
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for Entries<T> {
+            type Value = Object<T>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a JSON object")
+            }
+
+            fn visit_map<M: MapAccess<'de>>(self, map: M) -> Result<Self::Value, M::Error> {
+                T::deserialize(MapAccessDeserializer::new(map)).map(Object)
+            }
+        }
+
+        source.deserialize_map(Entries(PhantomData))
+    }
+}
 
 /// One value or a list of them.
 #[derive(Clone, Debug, PartialEq)]
 pub enum OneOrMany<T> {
     One(T),
     Many(Vec<T>),
+}
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for OneOrMany<Object<T>> {
+    /// The error of an entry names the entry's field, which an untagged enum's would not.
+    fn deserialize<D: Deserializer<'de>>(source: D) -> Result<Self, D::Error> {
+        struct Either<T>(PhantomData<T>);
+
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for Either<T> {
+            type Value = OneOrMany<Object<T>>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a JSON object or a list of them")
+            }
+
+            fn visit_map<M: MapAccess<'de>>(self, map: M) -> Result<Self::Value, M::Error> {
+                Object::deserialize(MapAccessDeserializer::new(map)).map(OneOrMany::One)
+            }
+
+            fn visit_seq<S: SeqAccess<'de>>(self, list: S) -> Result<Self::Value, S::Error> {
+                Vec::deserialize(SeqAccessDeserializer::new(list)).map(OneOrMany::Many)
+            }
+        }
+
+        source.deserialize_any(Either(PhantomData))
+    }
 }
 
 /// OpenAI's and SGLang's sampling fields: the top level of OpenAI's bodies, `sampling_params` of `/generate`.
@@ -41,12 +97,13 @@ pub struct SamplingFields {
     pub n: Option<i64>,
     pub best_of: Option<i64>,
     // Constraints that this worker cannot keep. Ignoring them would give answers that break them, so they are refused.
-    pub response_format: Option<ResponseFormat>,
+    pub response_format: Option<Object<ResponseFormat>>,
     pub json_schema: Option<IgnoredAny>,
     pub regex: Option<IgnoredAny>,
     pub ebnf: Option<IgnoredAny>,
     pub structural_tag: Option<IgnoredAny>,
     pub stop_regex: Option<IgnoredAny>,
+    pub lora_path: Option<IgnoredAny>,
 }
 
 #[derive(Deserialize, Clone, Debug)]
@@ -72,7 +129,7 @@ pub type Rooms = Listed<u64, RoomWords>;
 #[derive(Clone, Debug, PartialEq)]
 pub struct Listed<T, W> {
     pub value: OneOrMany<T>,
-    words: std::marker::PhantomData<W>,
+    words: PhantomData<W>,
 }
 
 /// Says in an error what a [`Listed`] takes.
@@ -97,7 +154,7 @@ words! {
 }
 
 impl<'de, T: Deserialize<'de>, W: Words> Deserialize<'de> for Listed<T, W> {
-    fn deserialize<D: serde::Deserializer<'de>>(source: D) -> Result<Self, D::Error> {
+    fn deserialize<D: Deserializer<'de>>(source: D) -> Result<Self, D::Error> {
         #[derive(Deserialize)]
         #[serde(untagged)]
         enum Either<T> {
@@ -114,7 +171,7 @@ impl<'de, T: Deserialize<'de>, W: Words> Deserialize<'de> for Listed<T, W> {
 
 impl<T, W> Listed<T, W> {
     pub fn new(value: OneOrMany<T>) -> Self {
-        Self { value, words: std::marker::PhantomData }
+        Self { value, words: PhantomData }
     }
 
     pub fn into_list(self) -> Vec<T> {
@@ -167,6 +224,14 @@ mod tests {
         }
         let error = parse::<SamplingFields>(br#"{"stop": [1]}"#).unwrap_err();
         assert!(error.message.starts_with("stop: expected a string or a list of strings"), "{}", error.message);
+    }
+
+    #[test]
+    fn a_list_is_no_object() {
+        let error = parse::<SamplingFields>(b"[3]").unwrap_err();
+        assert!(error.message.contains("invalid type: sequence, expected a JSON object"), "{}", error.message);
+        let error = parse::<SamplingFields>(br#"{"response_format": ["text"]}"#).unwrap_err();
+        assert_eq!(error.param.as_deref(), Some("response_format"));
     }
 
     #[test]

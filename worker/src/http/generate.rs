@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Instant};
 
 use axum::response::Response;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, de::IgnoredAny};
 use tandem_model::Tokenizer;
 
 use super::{
@@ -12,10 +12,10 @@ use super::{
     body::parse,
     endpoint::Endpoint,
     error::ApiError,
-    fields::{BootstrapFields, Listed, OneOrMany, Prompts, SamplingFields, Texts},
+    fields::{BootstrapFields, Listed, Object, OneOrMany, Prompts, SamplingFields, Texts},
     json,
     openai::{Matched, finite, matched},
-    params,
+    params::{self, Sampling},
     prompt::{self, Batch},
     sse,
 };
@@ -31,8 +31,9 @@ const TOP_LOGPROBS_MAX: i64 = tandem_handoff::wire::TOP_LOGPROBS_MAX as i64;
 struct GenerateBody {
     text: Option<Texts>,
     input_ids: Option<Ids>,
-    #[serde(default)]
-    sampling_params: Option<SamplingFields>,
+    /// One for all prompts, or one for each.
+    sampling_params: Option<OneOrMany<Object<SamplingFields>>>,
+    lora_path: Option<IgnoredAny>,
     return_logprob: Option<bool>,
     logprob_start_len: Option<i64>,
     top_logprobs_num: Option<i64>,
@@ -84,14 +85,13 @@ impl Endpoint for Generate {
 
 fn prepare(app: &App, body: &[u8]) -> Result<(Answer, Batch), ApiError> {
     let request: GenerateBody = parse(body)?;
+    params::refuse("lora_path", request.lora_path.is_some())?;
     let (prompts, field, is_list) = prompts(request.text, request.input_ids)?;
     let logprobs = request.return_logprob.unwrap_or(false);
     let top = params::int("top_logprobs_num", request.top_logprobs_num.unwrap_or(0), 0..=TOP_LOGPROBS_MAX)? as u32;
     let start = params::int("logprob_start_len", request.logprob_start_len.unwrap_or(-1), -1..=i64::from(u32::MAX))?;
-    let defaults = params::Defaults { max_tokens: Some(MAX_TOKENS_DEFAULT), generation: None };
-    let fields = request.sampling_params.unwrap_or_default();
-    let sampling = params::sampling(fields, defaults, app.vocab(), rand::random)?;
     let prompts = prompt::encode(app, prompts, field)?;
+    let sampling = sampling(app, request.sampling_params, prompts.len())?;
     let from = u32::try_from(start).ok().filter(|_| logprobs);
     if let Some(short) = prompts.iter().find(|prompt| from.is_some_and(|from| from as usize > prompt.len())) {
         let message = format!("logprob_start_len {start} is beyond a prompt of {} tokens", short.len());
@@ -134,6 +134,40 @@ fn prompts(text: Option<Texts>, ids: Option<Ids>) -> Result<(Prompts, &'static s
         (None, Some(Ids::One(ids))) => Ok((Prompts::Ids(ids), "input_ids", false)),
         (None, Some(Ids::Many(lists))) => Ok((Prompts::IdLists(lists), "input_ids", true)),
         _ => Err(ApiError::invalid("text", "send exactly one of text and input_ids")),
+    }
+}
+
+/// Sampling for all prompts, or one for each; then all have the same `n`, since rooms are counted by it.
+fn sampling(
+    app: &App,
+    given: Option<OneOrMany<Object<SamplingFields>>>,
+    prompts: usize,
+) -> Result<Vec<Sampling>, ApiError> {
+    let defaults = params::Defaults { max_tokens: Some(MAX_TOKENS_DEFAULT), generation: None };
+    let check = |fields| params::sampling(fields, defaults, app.vocab(), rand::random);
+    let list = match given {
+        None => return Ok(vec![check(SamplingFields::default())?]),
+        Some(OneOrMany::One(Object(fields))) => return Ok(vec![check(fields)?]),
+        Some(OneOrMany::Many(list)) => list,
+    };
+    if list.len() != prompts {
+        let message = format!("sampling_params has {} entries for {prompts} prompts", list.len());
+        return Err(ApiError::invalid("sampling_params", message));
+    }
+    let entry = |(at, Object(fields)): (usize, Object<SamplingFields>)| {
+        check(fields).map_err(|error| {
+            let place = format!("sampling_params[{at}]");
+            let param = error.param.as_deref().map_or(place.clone(), |field| format!("{place}.{field}"));
+            ApiError { message: format!("{place}: {}", error.message), param: Some(param.into()), ..error }
+        })
+    };
+    let checked: Vec<Sampling> = list.into_iter().enumerate().map(entry).collect::<Result<_, _>>()?;
+    match checked.iter().find(|one| one.n != checked[0].n) {
+        Some(other) => {
+            let message = format!("n must be the same for all prompts, but is {} and {}", checked[0].n, other.n);
+            Err(ApiError::invalid("sampling_params", message))
+        }
+        None => Ok(checked),
     }
 }
 

@@ -112,6 +112,13 @@ pub struct Facts {
     pub started_unix: u64,
 }
 
+impl Facts {
+    /// Tokens of a prompt and its answer together, at most.
+    pub fn model_len_max(&self) -> u32 {
+        self.context_length.min(self.max_total_tokens)
+    }
+}
+
 /// What the handlers share.
 pub struct App {
     pub engine: Arc<dyn EnginePort>,

@@ -7,7 +7,7 @@ use tandem_model::Generation;
 
 use super::{
     error::ApiError,
-    fields::{BootstrapFields, Listed, OneOrMany, SamplingFields},
+    fields::{BootstrapFields, Listed, Object, OneOrMany, SamplingFields},
 };
 use crate::request::SamplingParams;
 
@@ -26,11 +26,13 @@ pub struct Defaults<'a> {
     pub generation: Option<&'a Generation>,
 }
 
-/// Parameters of all the samples of one request. `max_tokens` is not yet capped by any prompt's length.
+/// Parameters of all the samples of one prompt. `max_tokens` is not yet capped by any prompt's length.
 #[derive(Clone, Debug)]
 pub struct Sampling {
     pub params: SamplingParams,
     pub n: usize,
+    /// The field in which the client gave `max_tokens`; none where the dialect's default holds, which may be cut.
+    pub max_tokens_field: Option<&'static str>,
 }
 
 /// Checks every value.
@@ -50,7 +52,8 @@ pub fn sampling(
     }
     let model = defaults.generation;
     let from_model = |pick: fn(&Generation) -> Option<f32>| model.and_then(pick).map(f64::from);
-    let (max_tokens, min_tokens) = token_counts(&fields, defaults.max_tokens)?;
+    let given_max = given_max_tokens(&fields);
+    let (max_tokens, min_tokens) = token_counts(&fields, given_max, defaults.max_tokens)?;
     let temperature = fields.temperature.or_else(|| from_model(|g| g.temperature)).unwrap_or(1.0);
     let top_p = fields.top_p.or_else(|| from_model(|g| g.top_p)).unwrap_or(1.0);
     let min_p = fields.min_p.or_else(|| from_model(|g| g.min_p)).unwrap_or(0.0);
@@ -81,13 +84,13 @@ pub fn sampling(
         include_stop: fields.include_stop_str_in_output.or(fields.no_stop_trim).unwrap_or(false),
         skip_special_tokens: fields.skip_special_tokens.unwrap_or(true),
     };
-    Ok(Sampling { params, n: n as usize })
+    Ok(Sampling { params, n: n as usize, max_tokens_field: given_max.map(|(field, _)| field) })
 }
 
 /// A constraint that is ignored is an answer that breaks it.
 fn refuse_constraints(fields: &SamplingFields) -> Result<(), ApiError> {
-    let format = fields.response_format.as_ref().filter(|format| format.r#type != "text");
-    if let Some(format) = format {
+    let format = fields.response_format.as_ref().filter(|Object(format)| format.r#type != "text");
+    if let Some(Object(format)) = format {
         let message = format!("response_format {:?} is not supported by this worker; only \"text\" is", format.r#type);
         return Err(ApiError::invalid("response_format", message));
     }
@@ -97,21 +100,33 @@ fn refuse_constraints(fields: &SamplingFields) -> Result<(), ApiError> {
         ("ebnf", fields.ebnf.is_some()),
         ("structural_tag", fields.structural_tag.is_some()),
         ("stop_regex", fields.stop_regex.is_some()),
+        ("lora_path", fields.lora_path.is_some()),
     ] {
-        if given {
-            return Err(ApiError::invalid(field, format!("{field} is not supported by this worker")));
-        }
+        refuse(field, given)?;
     }
     Ok(())
 }
 
-fn token_counts(fields: &SamplingFields, default_max: Option<u32>) -> Result<(u32, u32), ApiError> {
+/// 400 for a field that changes answers in a way this worker cannot, where it is given.
+pub fn refuse(field: &'static str, given: bool) -> Result<(), ApiError> {
+    if given { Err(ApiError::invalid(field, format!("{field} is not supported by this worker"))) } else { Ok(()) }
+}
+
+fn given_max_tokens(fields: &SamplingFields) -> Option<(&'static str, i64)> {
     let given = [
         ("max_completion_tokens", fields.max_completion_tokens),
         ("max_tokens", fields.max_tokens),
         ("max_new_tokens", fields.max_new_tokens),
     ];
-    let max = match given.into_iter().find_map(|(name, value)| Some((name, value?))) {
+    given.into_iter().find_map(|(name, value)| Some((name, value?)))
+}
+
+fn token_counts(
+    fields: &SamplingFields,
+    given_max: Option<(&'static str, i64)>,
+    default_max: Option<u32>,
+) -> Result<(u32, u32), ApiError> {
+    let max = match given_max {
         Some((name, value)) => Some(int(name, value, 0..=i64::from(u32::MAX))? as u32),
         None => None,
     };
@@ -250,7 +265,7 @@ mod tests {
 
     #[test]
     fn silence_means_the_defaults() {
-        let Sampling { params, n } = checked("{}").unwrap();
+        let Sampling { params, n, .. } = checked("{}").unwrap();
         assert_eq!((n, params.max_tokens, params.seed, params.top_k), (1, 16, 7, None));
         assert_eq!((params.temperature, params.repetition_penalty), (1.0, 1.0));
         let given =
@@ -280,6 +295,7 @@ mod tests {
             (r#"{"max_tokens": -1}"#, "max_tokens"),
             (r#"{"max_tokens": 2, "min_tokens": 3}"#, "min_tokens"),
             (r#"{"regex": "a+"}"#, "regex"),
+            (r#"{"lora_path": "a"}"#, "lora_path"),
             (r#"{"response_format": {"type": "json_object"}}"#, "response_format"),
         ] {
             let error = checked(json).expect_err(json);

@@ -36,7 +36,8 @@ impl Batch {
 pub struct Shared<'a> {
     /// One for all prompts, or one per prompt.
     pub rids: &'a [String],
-    pub sampling: Sampling,
+    /// One for all prompts, or one per prompt with the same `n`.
+    pub sampling: Vec<Sampling>,
     pub logprobs: LogprobRequest,
     pub bootstrap: BootstrapFields,
     /// The field to blame for a prompt that does not fit.
@@ -85,7 +86,7 @@ pub fn encode_text(app: &App, text: &str, special: bool, field: &'static str) ->
 /// # Errors
 /// 400 when a prompt leaves no room for an answer, when there are too many samples, or when a role server gets no rooms.
 pub fn batch(app: &App, prompts: Vec<Tokens>, shared: Shared<'_>) -> Result<Batch, ApiError> {
-    let Sampling { params, n } = shared.sampling;
+    let n = shared.sampling[0].n;
     let count = prompts.len() * n;
     if count > SAMPLES_MAX {
         let message = format!("{} prompts times n = {n} are {count} samples, at most {SAMPLES_MAX}", prompts.len());
@@ -101,9 +102,11 @@ pub fn batch(app: &App, prompts: Vec<Tokens>, shared: Shared<'_>) -> Result<Batc
     let mut tickets = tickets.map(Vec::into_iter);
     let mut samples = Vec::with_capacity(count);
     for (at, prompt) in prompts.iter().enumerate() {
+        let sampling = &shared.sampling[at.min(shared.sampling.len() - 1)];
         let room_left = answer_tokens_max(app, prompt.len(), shared.prompt_field)?;
+        fits(app, prompt.len(), sampling)?;
         for sample_index in 0..n as u32 {
-            let mut sampling = params.clone();
+            let mut sampling = sampling.params.clone();
             sampling.max_tokens = sampling.max_tokens.min(room_left);
             sampling.min_tokens = sampling.min_tokens.min(sampling.max_tokens);
             samples.push(SampleRequest {
@@ -121,16 +124,11 @@ pub fn batch(app: &App, prompts: Vec<Tokens>, shared: Shared<'_>) -> Result<Batc
 
 /// Tokens that fit after a prompt, at least one.
 fn answer_tokens_max(app: &App, prompt: usize, field: &'static str) -> Result<u32, ApiError> {
-    let facts = &app.facts;
-    let limit = facts.context_length.min(facts.max_total_tokens) as usize;
+    let limit = app.facts.model_len_max() as usize;
     if prompt < limit {
         return Ok((limit - prompt) as u32);
     }
-    let (what, flag) = if facts.context_length <= facts.max_total_tokens {
-        ("the context length is", "--context-length")
-    } else {
-        ("the KV pool of this worker holds", "--max-total-tokens")
-    };
+    let (what, flag) = limit_words(app);
     Err(ApiError {
         code: "context_length_exceeded",
         ..ApiError::invalid(
@@ -141,6 +139,45 @@ fn answer_tokens_max(app: &App, prompt: usize, field: &'static str) -> Result<u3
             ),
         )
     })
+}
+
+/// Whether the answer that the client asked for fits behind the prompt. As OpenAI and SGLang do, a number that was given
+/// is not cut in silence; one that was not is.
+///
+/// # Errors
+/// 400 with the numbers.
+fn fits(app: &App, prompt: usize, sampling: &Sampling) -> Result<(), ApiError> {
+    let Some(field) = sampling.max_tokens_field else { return Ok(()) };
+    let limit = match app.facts.role {
+        // It keeps the prompt only: the decode worker knows what fits into its pool.
+        Role::Prefill => app.facts.context_length,
+        Role::Null | Role::Decode => app.facts.model_len_max(),
+    };
+    let (asked, total) = (sampling.params.max_tokens, prompt as u64 + u64::from(sampling.params.max_tokens));
+    if total <= u64::from(limit) {
+        return Ok(());
+    }
+    let (what, flag) = limit_words(app);
+    Err(ApiError {
+        code: "context_length_exceeded",
+        ..ApiError::invalid(
+            field,
+            format!(
+                "the prompt's {prompt} tokens and {field} {asked} are {total}, but {what} {limit} tokens ({flag}): shorten \
+                 the prompt, or ask for {} tokens at most",
+                u64::from(limit).saturating_sub(prompt as u64)
+            ),
+        )
+    })
+}
+
+/// What limits a prompt and its answer together, and the flag that sets it.
+fn limit_words(app: &App) -> (&'static str, &'static str) {
+    if app.facts.context_length <= app.facts.max_total_tokens || app.facts.role == Role::Prefill {
+        ("the context length is", "--context-length")
+    } else {
+        ("the KV pool of this worker holds", "--max-total-tokens")
+    }
 }
 
 fn role_server() -> ApiError {

@@ -159,6 +159,10 @@ impl Bench {
     }
 
     fn with(role: Role, script: Script, silent: bool, api_key: Option<&str>) -> Self {
+        Self::on(facts(role), script, silent, api_key)
+    }
+
+    fn on(facts: Facts, script: Script, silent: bool, api_key: Option<&str>) -> Self {
         let engine = Arc::new(Scripted {
             script,
             silent,
@@ -170,8 +174,8 @@ impl Bench {
             engine: engine.clone(),
             tokenizer: tokenizer(),
             generation: Generation::default(),
-            facts: facts(role),
-            metrics: Arc::new(Metrics::new("tiny", role.engine_type())),
+            metrics: Arc::new(Metrics::new("tiny", facts.role.engine_type())),
+            facts,
             body_limits: BodyLimits { bytes_max: 100_000, time_max: Duration::from_secs(5) },
             api_key: api_key.map(Into::into),
             stopping: AtomicBool::new(false),
@@ -364,13 +368,38 @@ async fn bad_requests_say_what_is_wrong() {
     let huge = "x".repeat(200_000);
     for (path, body, status, part) in [
         ("/v1/chat/completions", json!({"messages": []}), 400, "messages has 0 entries"),
-        ("/v1/chat/completions", json!({"model": "tiny"}), 400, "missing field `messages`"),
+        (
+            "/v1/chat/completions",
+            json!({"model": "tiny"}),
+            400,
+            "\"param\":\"messages\",\"code\":\"missing_required_parameter\"",
+        ),
         ("/v1/chat/completions", json!({"messages": [{"role": "judge", "content": "x"}]}), 400, "messages[0].role"),
         ("/v1/chat/completions", json!({"messages": [{"role": "user"}]}), 400, "no content"),
         ("/v1/chat/completions", chat(json!({"model": "gpt-9"})), 404, "\\\"gpt-9\\\" does not exist"),
         ("/v1/chat/completions", chat(json!({"temperature": "hot"})), 400, "temperature: invalid type"),
         ("/v1/chat/completions", chat(json!({"top_logprobs": 2})), 400, "needs logprobs"),
         ("/v1/chat/completions", chat(json!({"stream_options": {}})), 400, "stream_options"),
+        (
+            "/v1/chat/completions",
+            chat(json!({"stream": true, "stream_options": [true]})),
+            400,
+            "stream_options: invalid",
+        ),
+        ("/v1/chat/completions", chat(json!({"tool_choice": "required"})), 400, "\"param\":\"tool_choice\""),
+        ("/v1/chat/completions", chat(json!({"tool_choice": {"type": "function"}})), 400, "a named function"),
+        ("/v1/chat/completions", chat(json!({"tool_choice": "any"})), 400, "\"param\":\"tool_choice\""),
+        ("/v1/chat/completions", chat(json!({"tool_choice": ["auto"]})), 400, "\"param\":\"tool_choice\""),
+        (
+            "/v1/chat/completions",
+            json!({"messages": [{"role": "user", "content": [["text", "x"]]}]}),
+            400,
+            "messages[0]",
+        ),
+        ("/v1/chat/completions", chat(json!({"max_tokens": 64})), 400, "but the context length is 64 tokens"),
+        ("/v1/completions", json!(["tiny", "a"]), 400, "expected a JSON object"),
+        ("/v1/completions", json!({"prompt": [5, 6], "max_tokens": 63}), 400, "or ask for 62 tokens at most"),
+        ("/v1/completions", json!({"prompt": "a", "lora_path": "x"}), 400, "lora_path is not supported"),
         ("/v1/completions", json!({"prompt": ""}), 400, "prompt is empty"),
         ("/v1/completions", json!({"prompt": [[1], []]}), 400, "prompt is empty"),
         ("/v1/completions", json!({"prompt": {"a": 1}}), 400, "expected a string, a list of strings"),
@@ -381,7 +410,19 @@ async fn bad_requests_say_what_is_wrong() {
         ("/generate", json!({}), 400, "exactly one of text and input_ids"),
         ("/generate", json!({"text": "a", "sampling_params": {"top_p": 7}}), 400, "top_p is 7"),
         ("/generate", json!({"text": ["a", "b"], "rid": ["x", "y", "z"]}), 400, "rid has 3 entries"),
+        ("/generate", json!({"text": "a", "lora_path": "x"}), 400, "lora_path is not supported"),
+        ("/generate", json!({"text": "a", "sampling_params": [3]}), 400, "sampling_params[0]: invalid type: integer"),
+        ("/generate", json!({"text": "a", "sampling_params": [{}, {}]}), 400, "sampling_params has 2 entries for 1"),
+        ("/generate", json!({"text": ["a", "b"], "sampling_params": [{}, {"n": 2}]}), 400, "n must be the same"),
+        (
+            "/generate",
+            json!({"text": ["a", "b"], "sampling_params": [{}, {"top_p": 7}]}),
+            400,
+            "\"param\":\"sampling_params[1].top_p\"",
+        ),
+        ("/generate", json!({"text": "a", "sampling_params": {"max_new_tokens": 99}}), 400, "max_new_tokens 99 are"),
         ("/abort_request", json!({}), 400, "send the rid"),
+        ("/abort_request", json!(["r77", true]), 400, "expected a JSON object"),
     ] {
         let (got, text) = bench.post(path, body).await;
         assert_eq!(got, status, "{path}: {text}");
@@ -397,9 +438,47 @@ async fn bad_requests_say_what_is_wrong() {
 #[tokio::test]
 async fn answers_are_capped_by_the_context() {
     let bench = Bench::new(Role::Null, says_ab);
-    bench.post("/v1/completions", json!({"prompt": vec![35; 60], "max_tokens": 1000, "min_tokens": 900})).await;
+    bench.post("/v1/completions", json!({"prompt": vec![35; 60], "min_tokens": 9})).await;
+    bench.post("/v1/completions", json!({"prompt": vec![35; 60], "max_tokens": 4})).await;
     let seen = bench.engine.seen.lock().unwrap();
     assert_eq!((seen[0].sampling.max_tokens, seen[0].sampling.min_tokens), (4, 4));
+    assert_eq!(seen[1].sampling.max_tokens, 4);
+}
+
+#[tokio::test]
+async fn a_small_pool_limits_answers_and_prefill_workers_do_not_judge_by_theirs() {
+    let body = json!({"prompt": [35, 36], "max_tokens": 31, "bootstrap_host": "h", "bootstrap_room": 1});
+    for (role, status) in [(Role::Null, 400), (Role::Decode, 400), (Role::Prefill, 200)] {
+        let bench = Bench::on(Facts { max_total_tokens: 32, ..facts(role) }, says_ab, false, None);
+        let (got, text) = bench.post("/v1/completions", body.clone()).await;
+        assert_eq!(got, status, "{text}");
+        assert!(status == 200 || text.contains("the KV pool of this worker holds 32 tokens"), "{text}");
+        assert_eq!(bench.get("/v1/models").await.1["data"][0]["max_model_len"], json!(32));
+    }
+}
+
+#[tokio::test]
+async fn each_prompt_of_a_list_may_have_its_own_sampling() {
+    let bench = Bench::new(Role::Null, says_ab);
+    let list = json!([{"max_new_tokens": 3, "n": 2}, {"max_new_tokens": 5, "n": 2}]);
+    let (status, answer) = bench.post_json("/generate", json!({"text": ["a", "b"], "sampling_params": list})).await;
+    assert_eq!((status, answer.as_array().unwrap().len()), (200, 4));
+    let seen = bench.engine.seen.lock().unwrap();
+    assert_eq!(seen.iter().map(|s| s.sampling.max_tokens).collect::<Vec<_>>(), [3, 3, 5, 5]);
+}
+
+#[tokio::test]
+async fn tools_are_the_models_choice_and_an_assistant_may_be_silent() {
+    let bench = Bench::new(Role::Null, says_ab);
+    for choice in [json!("auto"), json!("none"), json!(null)] {
+        let body = chat(json!({"tools": [{"type": "function"}], "tool_choice": choice}));
+        assert_eq!(bench.post("/v1/chat/completions", body).await.0, 200, "{choice}");
+    }
+    let said = json!([{"role": "assistant", "content": null}, {"role": "user", "content": "Hi"}]);
+    let (status, text) = bench.post("/v1/chat/completions", json!({"messages": said})).await;
+    assert_eq!(status, 200, "{text}");
+    let prompt = tokenizer().encode("<s>assistant: \n<s>user: Hi\n<s>assistant:", false).unwrap();
+    assert_eq!(bench.engine.seen.lock().unwrap()[3].prompt[..], prompt[..]);
 }
 
 #[tokio::test]

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, de::IgnoredAny};
 use tandem_model::{ChatInput, ChatValue, Tokenizer};
 
 use super::{
@@ -16,7 +16,7 @@ use crate::{
         App,
         body::parse,
         error::ApiError,
-        fields::{BootstrapFields, SamplingFields},
+        fields::{BootstrapFields, Object, SamplingFields},
         params,
         prompt::{self, Batch},
     },
@@ -28,12 +28,41 @@ struct ChatBody {
     model: Option<String>,
     messages: Vec<Message>,
     stream: Option<bool>,
-    stream_options: Option<StreamOptions>,
+    stream_options: Option<Object<StreamOptions>>,
     logprobs: Option<bool>,
     top_logprobs: Option<i64>,
     tools: Option<ChatValue>,
+    tool_choice: Option<ToolChoice>,
     chat_template_kwargs: Option<BTreeMap<String, ChatValue>>,
     rid: Option<String>,
+}
+
+/// Who decides whether a tool is called. Only the model can here: nothing constrains what it says.
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "expected \"none\", \"auto\", \"required\" or an object that names a function")]
+enum ToolChoice {
+    Mode(ToolMode),
+    Named(Object<IgnoredAny>),
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum ToolMode {
+    None,
+    Auto,
+    Required,
+}
+
+impl ToolChoice {
+    fn check(&self) -> Result<(), ApiError> {
+        let asked = match self {
+            ToolChoice::Mode(ToolMode::None | ToolMode::Auto) => return Ok(()),
+            ToolChoice::Mode(ToolMode::Required) => "tool_choice \"required\"",
+            ToolChoice::Named(_) => "tool_choice with a named function",
+        };
+        let message = format!("{asked} is not supported by this worker; use \"auto\" or \"none\"");
+        Err(ApiError::invalid("tool_choice", message))
+    }
 }
 
 pub struct Chat;
@@ -48,6 +77,7 @@ impl Shape for Chat {
         let chat: ChatBody = parse(body)?;
         check_model(app, chat.model.as_deref())?;
         let (stream, include_usage) = check_stream(chat.stream, chat.stream_options)?;
+        chat.tool_choice.as_ref().map_or(Ok(()), ToolChoice::check)?;
         let logprobs = chat.logprobs.unwrap_or(false);
         let top = params::int("top_logprobs", chat.top_logprobs.unwrap_or(0), 0..=TOP_LOGPROBS_MAX)? as u32;
         if top > 0 && !logprobs {
@@ -61,15 +91,13 @@ impl Shape for Chat {
             add_generation_prompt: true,
             extra: chat.chat_template_kwargs.unwrap_or_default().into_iter().collect(),
         };
-        let text = app
-            .tokenizer
-            .apply_chat_template(&input)
-            .map_err(|e| ApiError::invalid("messages", format!("the chat template refuses these messages: {e}")))?;
+        let text =
+            app.tokenizer.apply_chat_template(&input).map_err(|e| ApiError::invalid("messages", e.to_string()))?;
         let tokens = prompt::encode_text(app, &text, false, "messages")?;
         let id = chat.rid.unwrap_or_else(|| app.new_id("chatcmpl-"));
         let shared = prompt::Shared {
             rids: std::slice::from_ref(&id),
-            sampling,
+            sampling: vec![sampling],
             logprobs: LogprobRequest { output: logprobs, top, prompt_from: None },
             bootstrap: parse::<BootstrapFields>(body)?,
             prompt_field: "messages",

@@ -17,7 +17,7 @@ use crate::{
         answers::Whole,
         body::parse,
         error::ApiError,
-        fields::{BootstrapFields, Prompts, SamplingFields},
+        fields::{BootstrapFields, Object, Prompts, SamplingFields},
         generate::{LogprobEntry, prompt_entries},
         params,
         prompt::{self, Batch},
@@ -33,7 +33,7 @@ struct CompletionBody {
     model: Option<String>,
     prompt: Prompts,
     stream: Option<bool>,
-    stream_options: Option<StreamOptions>,
+    stream_options: Option<Object<StreamOptions>>,
     /// How many alternatives; present at all: logprobs are wanted.
     logprobs: Option<i64>,
     echo: Option<bool>,
@@ -79,7 +79,7 @@ impl Shape for Completions {
         let id = request.rid.unwrap_or_else(|| app.new_id("cmpl-"));
         let shared = prompt::Shared {
             rids: std::slice::from_ref(&id),
-            sampling,
+            sampling: vec![sampling],
             logprobs: LogprobRequest {
                 output: top.is_some(),
                 top: top.unwrap_or(0),

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use tandem_model::ChatValue;
 
-use crate::http::error::ApiError;
+use crate::http::{error::ApiError, fields::Object};
 
 const MESSAGES_MAX: usize = 10_000;
 
@@ -23,7 +23,7 @@ pub struct Message {
 #[serde(untagged, expecting = "expected a string or a list of content parts, each with a type")]
 enum Content {
     Text(String),
-    Parts(Vec<Part>),
+    Parts(Vec<Object<Part>>),
 }
 
 #[derive(Deserialize)]
@@ -40,7 +40,7 @@ pub fn for_template(messages: Vec<Message>) -> Result<ChatValue, ApiError> {
     #[derive(Serialize)]
     struct Rendered {
         role: String,
-        content: Option<String>,
+        content: String,
         #[serde(flatten)]
         rest: BTreeMap<String, ChatValue>,
     }
@@ -55,9 +55,10 @@ pub fn for_template(messages: Vec<Message>) -> Result<ChatValue, ApiError> {
             return Err(ApiError::invalid(format!("messages[{at}].role"), message));
         }
         let content = match content {
-            Some(Content::Text(text)) => Some(text),
-            Some(Content::Parts(parts)) => Some(join(parts, at)?),
-            None if role == "assistant" => None,
+            Some(Content::Text(text)) => text,
+            Some(Content::Parts(parts)) => join(parts, at)?,
+            // A turn that only called tools. Templates join strings, and few of them test for none.
+            None if role == "assistant" => String::new(),
             None => {
                 let message = format!("messages[{at}] of role {role} has no content");
                 return Err(ApiError::invalid(format!("messages[{at}].content"), message));
@@ -68,9 +69,9 @@ pub fn for_template(messages: Vec<Message>) -> Result<ChatValue, ApiError> {
     Ok(ChatValue::from_serialize(&rendered))
 }
 
-fn join(parts: Vec<Part>, message: usize) -> Result<String, ApiError> {
+fn join(parts: Vec<Object<Part>>, message: usize) -> Result<String, ApiError> {
     let mut texts = Vec::with_capacity(parts.len());
-    for (at, part) in parts.into_iter().enumerate() {
+    for (at, Object(part)) in parts.into_iter().enumerate() {
         match (part.r#type.as_str(), part.text) {
             ("text", Some(text)) => texts.push(text),
             (kind, _) => {

@@ -7,7 +7,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use super::{App, error::ApiError, prompt::Batch};
+use super::{App, error::ApiError, fields::Object, prompt::Batch};
 use crate::request::FinishReason;
 
 pub mod chat;
@@ -47,12 +47,12 @@ pub fn check_model(app: &App, model: Option<&str>) -> Result<(), ApiError> {
 }
 
 /// `(stream, include_usage)`
-fn check_stream(stream: Option<bool>, options: Option<StreamOptions>) -> Result<(bool, bool), ApiError> {
+fn check_stream(stream: Option<bool>, options: Option<Object<StreamOptions>>) -> Result<(bool, bool), ApiError> {
     let stream = stream.unwrap_or(false);
     if options.is_some() && !stream {
         return Err(ApiError::invalid("stream_options", "stream_options is only allowed with stream: true"));
     }
-    Ok((stream, options.is_some_and(|options| options.include_usage == Some(true))))
+    Ok((stream, options.is_some_and(|Object(options)| options.include_usage == Some(true))))
 }
 
 #[derive(Serialize, Clone, Copy, Default, Debug, PartialEq)]
