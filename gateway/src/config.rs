@@ -12,6 +12,8 @@ use serde::{Deserialize, Deserializer, Serialize};
 use crate::error::StartError;
 use crate::pair::Policy;
 
+const ENV_PREFIX: &str = "TANDEM_GATEWAY_";
+
 /// Raw settings. Every field is optional so that the three sources can be told apart.
 #[derive(clap::Args, Serialize, Deserialize, Clone, Debug, Default)]
 #[serde(deny_unknown_fields)]
@@ -84,7 +86,7 @@ pub struct GatewayArgs {
     #[arg(long, value_name = "SECS")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub client_write_timeout_secs: Option<u64>,
-    /// A request body's bytes at most [default: 536870912].
+    /// A request body's bytes at most [default: 33554432, as in the workers].
     #[arg(long, value_name = "BYTES")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_payload_size: Option<usize>,
@@ -228,15 +230,19 @@ impl GatewayArgs {
         let mut figment = Figment::new();
         if let Some(path) = &file {
             let is_yaml = path.extension().is_some_and(|e| e == "yaml" || e == "yml");
+            let shown = path.display();
             if !path.is_file() {
-                return Err(StartError::Config(format!("the configuration file {} does not exist", path.display())));
+                return Err(StartError::Config(format!("the configuration file {shown} does not exist")));
             }
             figment = if is_yaml { figment.merge(Yaml::file(path)) } else { figment.merge(Toml::file(path)) };
+            alone(&format!("the configuration file {shown}"), &figment)?;
         }
-        let figment =
-            figment.merge(Env::prefixed("TANDEM_GATEWAY_").ignore(&["config"])).merge(Serialized::defaults(&self));
-        let mut merged: GatewayArgs =
-            figment.extract().map_err(|e| StartError::Config(format!("configuration: {e}")))?;
+        let port = std::env::var(format!("{ENV_PREFIX}PORT")).unwrap_or_default();
+        let environment = Env::prefixed(ENV_PREFIX).ignore(&["config"]);
+        let environment = environment.filter(move |key| !from_kubernetes(key.as_str(), &port));
+        alone(&format!("the environment's {ENV_PREFIX}*"), &Figment::from(environment.clone()))?;
+        let merged = figment.merge(environment).merge(Serialized::defaults(&self)).extract();
+        let mut merged: GatewayArgs = merged.map_err(|e| StartError::Config(format!("configuration: {e}")))?;
         merged.config = file;
         Ok(merged)
     }
@@ -269,7 +275,7 @@ impl GatewayArgs {
             listen: (host(self.host), self.port.unwrap_or(30000)),
             metrics_listen: (host(self.prometheus_host), self.prometheus_port.unwrap_or(29000)),
             deadlines,
-            body_bytes_max: self.max_payload_size.unwrap_or(512 << 20),
+            body_bytes_max: self.max_payload_size.unwrap_or(32 << 20),
             retries_max: self.retry_max_retries.unwrap_or(4),
             probe_interval: Duration::from_millis(self.probe_interval_ms.unwrap_or(2000).max(8)),
             threads: self.threads.unwrap_or(cpus).clamp(1, 1024),
@@ -303,6 +309,21 @@ impl GatewayArgs {
         }
         Ok(workers)
     }
+}
+
+/// Checks one source by itself, so that a complaint says where the mistake is.
+fn alone(source: &str, figment: &Figment) -> Result<(), StartError> {
+    match figment.extract::<GatewayArgs>() {
+        Ok(_) => Ok(()),
+        Err(error) => Err(StartError::Config(format!("{source}: {error}"))),
+    }
+}
+
+/// Kubernetes puts `TANDEM_GATEWAY_PORT=tcp://...` and its like into every pod beside a service named tandem-gateway.
+/// `port`: the value of the first.
+fn from_kubernetes(key: &str, port: &str) -> bool {
+    let key = key.to_ascii_lowercase();
+    key.starts_with("service_") || key.starts_with("port_") || (key == "port" && port.contains("://"))
 }
 
 /// `URL [PORT]` pairs as one flat list: a number or `none` belongs to the URL before it.
@@ -404,6 +425,24 @@ mod tests {
         assert_eq!(checked.workers[0].bootstrap_port, Some(8998));
         std::fs::write(&path, "prot = 1\n").unwrap();
         let error = parse(&format!("--config {}", path.display())).merged().unwrap_err().to_string();
-        assert!(error.contains("prot"), "{error}");
+        assert!(error.contains("prot") && error.contains("file") && error.contains("gateway.toml"), "{error}");
+    }
+
+    #[test]
+    fn variables_of_kubernetes_are_no_settings() {
+        for key in ["SERVICE_HOST", "service_port", "SERVICE_PORT_HTTP", "PORT_30000_TCP", "port_30000_tcp_addr"] {
+            assert!(from_kubernetes(key, ""), "{key}");
+        }
+        assert!(from_kubernetes("port", "tcp://10.0.0.1:30000"));
+        assert!(
+            !from_kubernetes("port", "30000")
+                && !from_kubernetes("host", "")
+                && !from_kubernetes("prometheus_port", "")
+        );
+    }
+
+    #[test]
+    fn bodies_have_the_workers_limit() {
+        assert_eq!(config("--worker-urls http://x:1").unwrap().body_bytes_max, 32 << 20);
     }
 }

@@ -56,7 +56,10 @@ pub async fn run(gateway: &Gateway, session: &mut ServerSession, request: &Reque
         };
         let legs = match opened {
             Ok(legs) => legs,
-            Err(failure) => return reply::failure(session, &failure).await,
+            Err(failure) => {
+                log_failure(request, &failure);
+                return reply::failure(session, &failure).await;
+            }
         };
         let end = Run::new(gateway, request, legs, !stale).until_end(session).await;
         match end {
@@ -115,7 +118,7 @@ async fn open(gateway: &Gateway, request: &Request, fresh: bool) -> Result<Legs,
         }
     }
     let (side, why) = last_error.unwrap_or((Side::Decode, "no attempt was made".into()));
-    Err(Failure::no_worker(gateway.fleet.side_name(side), &why))
+    Err(Failure::no_worker(gateway.fleet.side_name(side), &why).with_detail(gateway.fleet.reasons(side)))
 }
 
 /// A worker for one side. Where none may serve, the side's workers are asked once more before the client is turned away.
@@ -136,8 +139,9 @@ async fn pick(
             Ok(worker)
         }
         Err(reasons) => {
-            let why = last_error.as_ref().filter(|(s, _)| *s == side).map_or(reasons, |(_, why)| why.clone());
-            Err(Failure::no_worker(gateway.fleet.side_name(side), &why))
+            let tried = last_error.as_ref().filter(|(s, _)| *s == side);
+            let why = tried.map_or_else(|| gateway.fleet.reasons_without_addresses(side), |(_, why)| why.clone());
+            Err(Failure::no_worker(gateway.fleet.side_name(side), &why).with_detail(reasons))
         }
     }
 }
@@ -275,6 +279,7 @@ impl<'a> Run<'a> {
                 match meaning {
                     Meaning::Complete => Fact::DecodeEnded,
                     Meaning::Failed(failure) => {
+                        let failure = of_leg(failure, &self.decode);
                         self.gateway.metrics.leg_failed(Side::Decode, &failure);
                         Fact::DecodeFailed(failure)
                     }
@@ -305,6 +310,7 @@ impl<'a> Run<'a> {
                 Some(Fact::PrefillEnded)
             }
             Meaning::Failed(failure) => {
+                let failure = of_leg(failure, &self.prefill);
                 self.gateway.metrics.leg_failed(Side::Prefill, &failure);
                 self.prefill = None;
                 Some(Fact::PrefillFailed(failure))
@@ -375,7 +381,11 @@ impl<'a> Run<'a> {
                 Action::DetachPrefill => self.detach_prefill(),
                 Action::AwaitVerdict => self.verdict_at = Some(Instant::now() + VERDICT_WAIT),
                 Action::CountLatePrefillFailure(failure) => {
-                    tracing::warn!(failure = failure.message, "prefill failed after decode had committed");
+                    tracing::warn!(
+                        failure = failure.message,
+                        worker = failure.detail.as_deref(),
+                        "prefill failed after decode had committed"
+                    );
                     self.gateway.metrics.late_prefill_failures.inc();
                 }
                 Action::StartOver(failure) => end = Some(End::StartOver(failure)),
@@ -390,13 +400,13 @@ impl<'a> Run<'a> {
                     // Both connections are closed before the client hears of it.
                     self.decode = None;
                     self.prefill = None;
-                    log_failure(&failure);
+                    log_failure(self.request, &failure);
                     end = Some(End::Done(reply::failure(session, &failure).await));
                 }
                 Action::BreakOff(failure) => {
                     self.decode = None;
                     self.prefill = None;
-                    log_failure(&failure);
+                    log_failure(self.request, &failure);
                     end = Some(End::Done(self.break_off(session, &failure).await));
                 }
             }
@@ -430,9 +440,19 @@ impl<'a> Run<'a> {
     }
 }
 
-fn log_failure(failure: &Failure) {
+fn log_failure(request: &Request, failure: &Failure) {
     if failure.status >= 500 {
-        tracing::warn!(code = failure.code, status = failure.status, message = failure.message, "request failed");
+        let Failure { code, status, message, detail, .. } = failure;
+        let id = request.headers.get(reply::REQUEST_ID).and_then(|id| id.to_str().ok());
+        tracing::warn!(id, code, status, message, worker = detail.as_deref(), "request failed");
+    }
+}
+
+/// The log names the worker that failed.
+fn of_leg(failure: Failure, leg: &Option<Leg>) -> Failure {
+    match leg {
+        Some(leg) => failure.with_detail(leg.worker().url()),
+        None => failure,
     }
 }
 

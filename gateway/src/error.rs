@@ -43,6 +43,8 @@ pub struct Failure {
     /// Stable, from a fixed set: the `code` of the body, the header `x-smg-error-code`, and a metric label.
     pub code: &'static str,
     pub message: String,
+    /// What only the operator's log tells: which workers, by address.
+    pub detail: Option<Box<str>>,
     pub blame: Blame,
     pub retry: Retry,
     pub retry_after_secs: Option<u32>,
@@ -58,6 +60,7 @@ impl Failure {
             status,
             code,
             message: message.into(),
+            detail: None,
             blame,
             retry: Retry::Never,
             retry_after_secs: None,
@@ -77,6 +80,12 @@ impl Failure {
     /// The error names a field of the request.
     pub fn at(mut self, param: &'static str) -> Self {
         self.param = Some(param);
+        self
+    }
+
+    /// Adds what the log is to tell, unless more is known already.
+    pub fn with_detail(mut self, detail: impl Into<Box<str>>) -> Self {
+        self.detail.get_or_insert_with(|| detail.into());
         self
     }
 
@@ -103,8 +112,9 @@ impl Failure {
 
     /// The transport of a leg failed. `unanswered_reuse`: the connection had served before and no response byte came.
     pub fn transport(side: Side, worker: &str, what: &str, unanswered_reuse: bool) -> Self {
-        let message = format!("the {} worker {worker} failed: {what}", side.name());
-        let mut failure = Self::worker(side, ["prefill_transport_error", "decode_transport_error"], message);
+        let message = format!("the {} worker failed: {what}", side.name());
+        let code = ["prefill_transport_error", "decode_transport_error"];
+        let mut failure = Self::worker(side, code, message).with_detail(worker);
         if unanswered_reuse {
             failure.retry = Retry::StaleConnection;
         }
@@ -217,6 +227,14 @@ mod tests {
         let failure = Failure::refused(Side::Decode, 503, Bytes::new(), Some(7));
         assert!(failure.message.contains("503"));
         assert_eq!(failure.retry_after_secs, Some(7));
+    }
+
+    #[test]
+    fn a_workers_address_is_for_the_log() {
+        let failure = Failure::transport(Side::Decode, "http://10.0.0.7:1", "connection reset", false);
+        assert_eq!(failure.detail.as_deref(), Some("http://10.0.0.7:1"));
+        assert!(!String::from_utf8_lossy(&failure.body()).contains("10.0.0.7"));
+        assert!(!String::from_utf8_lossy(&failure.event()).contains("10.0.0.7"));
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The workers: where they are, how they do, how busy they are, and picking one. Facts come from probes and from real
 //! traffic; a pick is a policy's choice among those that may serve.
 
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
@@ -233,7 +234,14 @@ impl Fleet {
         chosen.map(|i| candidates[i].clone()).ok_or_else(|| self.reasons(side))
     }
 
-    fn reasons(&self, side: Side) -> String {
+    /// Why each of a side's workers is as it is, for clients: once for all of which it holds.
+    pub fn reasons_without_addresses(&self, side: Side) -> String {
+        let reasons: BTreeSet<_> = self.side(side).map(|w| w.health().reason().to_owned()).collect();
+        reasons.into_iter().collect::<Vec<_>>().join("; ")
+    }
+
+    /// The same for the log.
+    pub fn reasons(&self, side: Side) -> String {
         let reasons: Vec<_> = self.side(side).map(|w| format!("{}: {}", w.url(), w.health().reason())).collect();
         reasons.join("; ")
     }

@@ -5,7 +5,7 @@ use prometheus::{
     Encoder, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGaugeVec, Opts, Registry, TextEncoder,
 };
 
-use crate::error::{Failure, Side};
+use crate::error::{Blame, Failure, Side};
 use crate::fleet::Fleet;
 use crate::request::Endpoint;
 
@@ -100,7 +100,11 @@ impl Metrics {
         self.worker_selection.with_label_values(&[side.name(), fleet.policy(side).name()]).inc();
     }
 
+    /// A client's mistake is no worker's error; 429 says that the worker is full.
     pub fn leg_failed(&self, side: Side, failure: &Failure) {
+        if failure.blame == Blame::Client && failure.status != 429 {
+            return;
+        }
         self.worker_errors.with_label_values(&[side.name(), failure.code]).inc();
     }
 
@@ -117,5 +121,25 @@ impl Metrics {
         let mut text = Vec::new();
         TextEncoder::new().encode(&self.registry.gather(), &mut text)?;
         Ok(text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::GatewayArgs;
+    use bytes::Bytes;
+
+    #[test]
+    fn a_clients_mistake_is_no_workers_error() {
+        let metrics = Metrics::new().unwrap();
+        for status in [400, 404, 413, 429, 503] {
+            metrics.leg_failed(Side::Decode, &Failure::refused(Side::Decode, status, Bytes::new(), None));
+        }
+        let args = GatewayArgs { worker_urls: vec!["http://w:1".into()], ..Default::default() };
+        let text = metrics.render(&Fleet::new(&args.checked().unwrap())).unwrap();
+        let text = String::from_utf8(text).unwrap();
+        let line = "smg_worker_errors_total{error_type=\"decode_refused\",worker_type=\"decode\"} 2";
+        assert!(text.contains(line), "{text}");
     }
 }

@@ -21,6 +21,7 @@ use crate::request::{self, Endpoint};
 
 /// How long the rest of a refused body is read before the connection is closed, so that the client sees the answer.
 const DRAIN_WAIT: Duration = Duration::from_secs(1);
+const REQUEST_ID_BYTES_MAX: usize = 128;
 /// Of a body with a declared length this much memory is taken before it has arrived.
 const BODY_RESERVED_BYTES_MAX: usize = 1 << 20;
 
@@ -40,6 +41,7 @@ impl HttpServerApp for DataApp {
         if !head_arrived(&mut session).await {
             return None;
         }
+        name_request(&mut session);
         let gateway = &self.0;
         let _running = gateway.begin_request();
         // Without this a client that sends its next request early looks like one that talks out of turn.
@@ -95,6 +97,16 @@ async fn head_arrived(session: &mut ServerSession) -> bool {
             session.shutdown().await;
             false
         }
+    }
+}
+
+/// Gives the request an id where its client gave none that can be logged and passed on.
+fn name_request(session: &mut ServerSession) {
+    let given = session.get_header_bytes(reply::REQUEST_ID);
+    let usable = (1..=REQUEST_ID_BYTES_MAX).contains(&given.len()) && given.iter().all(u8::is_ascii_graphic);
+    if !usable {
+        let made = format!("{:032x}", rand::random::<u128>());
+        session.req_header_mut().insert_header(reply::REQUEST_ID, made).expect("hex digits are a header value");
     }
 }
 
@@ -196,7 +208,8 @@ fn same(a: &[u8], b: &[u8]) -> bool {
 
 async fn read_body(session: &mut ServerSession, bytes_max: usize) -> Result<Option<Bytes>, Failure> {
     let too_large = |bytes: u64| {
-        let what = format!("the request body has at least {bytes} bytes, the limit is {bytes_max}");
+        let what =
+            format!("the request body has at least {bytes} bytes, the limit is {bytes_max} (--max-payload-size)");
         Failure::client(413, "payload_too_large", what)
     };
     let declared = session.get_header(header::CONTENT_LENGTH).and_then(|v| v.to_str().ok()?.trim().parse::<u64>().ok());
@@ -232,9 +245,10 @@ fn checked(
 ) -> Result<drive::Request, Failure> {
     let scanned = request::scan(endpoint, body)?;
     if let Some(field) = scanned.prompt_logprobs.filter(|_| gateway.fleet.split) {
+        let asks = if field == "echo" { "the prompt as part of the answer" } else { "logprobs of the prompt" };
         let what = format!(
-            "`{field}` asks for logprobs of the prompt, which this gateway does not serve with prefill and decode on \
-             separate workers; leave it out, or use a plain worker"
+            "`{field}` asks for {asks}, which this gateway does not serve with prefill and decode on separate workers; \
+             leave it out, or use a plain worker"
         );
         return Err(Failure::client(400, "unsupported_with_pd", what).at(field));
     }

@@ -1,12 +1,15 @@
 //! Answers of the gateway's own, written to a client's session: JSON, text, and errors in OpenAI's shape.
 
 use bytes::Bytes;
-use http::HeaderMap;
+use http::{HeaderMap, HeaderName};
 use pingora::http::ResponseHeader;
 use pingora::protocols::http::ServerSession;
 use serde_json::Value;
 
 use crate::error::Failure;
+
+/// Joins a client's request with the log lines of gateway and worker; each request past the door has one.
+pub const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
 /// What came of a request, for its metrics and for the connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -46,6 +49,9 @@ pub async fn text(
 pub async fn failure(session: &mut ServerSession, failure: &Failure) -> Done {
     let mut headers = HeaderMap::new();
     headers.insert("x-smg-error-code", http::HeaderValue::from_static(failure.code));
+    if let Some(id) = session.as_http1().and_then(|http1| http1.get_header(REQUEST_ID)) {
+        headers.insert(REQUEST_ID, id.clone());
+    }
     if let Some(secs) = failure.retry_after_secs {
         headers.insert(http::header::RETRY_AFTER, secs.into());
     }

@@ -122,7 +122,10 @@ async fn prefills_failure_ends_decode_and_is_what_the_client_sees() {
             match kind {
                 "refuse" => assert_eq!((message, &error["code"]), ("too long: 9 > 8", &json!(7))),
                 "fail" => assert_eq!(message, "kv pool lost"),
-                _ => assert!(message.contains(&p.url()), "{message}"),
+                _ => assert!(
+                    message.contains("the prefill worker failed") && !message.contains("127.0.0.1"),
+                    "{message}"
+                ),
             }
             within("the close of D's leg", told.recv()).await.unwrap();
         }
@@ -498,6 +501,8 @@ async fn a_missing_side_is_named_and_served_again_as_soon_as_it_is_back() {
     assert!(answer.headers().contains_key("retry-after"));
     let (status, code, error) = error_of(answer).await;
     assert_eq!((status, code.as_str()), (503, "no_decode_worker"), "{error}");
+    let told = "no healthy decode worker is available (nobody listens there); retry in a few seconds";
+    assert_eq!(error["message"], told);
     let _d = Worker::start_at(address, Says::mode("decode"), well).await;
     assert_eq!(gateway.chat(false).await.status(), 200);
     gateway.until_idle().await;
@@ -541,6 +546,10 @@ async fn a_wrong_role_is_never_used() {
     let gateway = Gateway::start(pd_args(&[&p], &[&d])).await;
     let told = |_: u16, v: &Value| v["unhealthy"].to_string().contains("--disaggregation-mode decode");
     gateway.until("/readiness", told).await;
+    let answer = gateway.client.get(gateway.url("/workers")).send().await.unwrap();
+    let worker = &answer.json::<Value>().await.unwrap()["workers"][0];
+    assert_eq!(worker["health"], "unhealthy");
+    assert!(worker["reason"].as_str().unwrap().contains("--disaggregation-mode decode"));
     let (status, code, _) = error_of(gateway.chat(false).await).await;
     assert_eq!((status, code.as_str()), (503, "no_prefill_worker"));
 }
@@ -553,6 +562,28 @@ async fn plain_workers_get_one_leg_and_may_be_asked_for_prompt_logprobs() {
     let body = r#"{"prompt":"a", "echo":true ,"bootstrap_room":3}"#;
     assert_eq!(gateway.post("/v1/completions", body).await.status(), 200);
     assert_eq!(w.next().await.body, br#"{"prompt":"a", "echo":true}"#);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_error_carries_the_requests_id_and_the_worker_gets_the_same() {
+    let mut w = Worker::start("null", |_, socket| say(socket, json_answer(500, "{}"))).await;
+    let gateway = Gateway::start(GatewayArgs { worker_urls: vec![w.url()], ..Default::default() }).await;
+    gateway.until_ready().await;
+    for (given, kept) in [(Some("trace-me-7"), true), (Some("two words"), false), (None, false)] {
+        for (body, reaches) in [("{}", true), ("no json", false)] {
+            let mut request = gateway.client.post(gateway.url("/generate")).body(body);
+            if let Some(given) = given {
+                request = request.header("x-request-id", given);
+            }
+            let answer = within("an answer", request.send()).await.unwrap();
+            let id = answer.headers()["x-request-id"].to_str().unwrap().to_owned();
+            assert_eq!(given == Some(id.as_str()), kept, "{id}");
+            assert!(kept || id.len() == 32);
+            if reaches {
+                assert!(w.next().await.head.contains(&format!("x-request-id: {id}\r\n")));
+            }
+        }
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -604,6 +635,10 @@ async fn operators_questions() {
         let answer = gateway.client.get(gateway.url(path)).send().await.unwrap();
         assert_eq!(answer.text().await.unwrap(), "OK");
     }
+    for path in ["/v1/models", "/server_info", "/get_server_info", "/model_info", "/get_model_info", "/workers"] {
+        let answer = gateway.client.get(gateway.url(path)).send().await.unwrap();
+        assert_eq!(answer.status(), 401, "{path}");
+    }
     let get = async |path: &str| {
         let answer = gateway.client.get(gateway.url(path)).bearer_auth("secret").send().await.unwrap();
         (answer.status().as_u16(), answer.json::<Value>().await.unwrap())
@@ -612,7 +647,9 @@ async fn operators_questions() {
     assert_eq!(get("/get_server_info").await.1["disaggregation_mode"], "prefill");
     let (_, workers) = get("/workers").await;
     assert_eq!(workers["stats"], json!({"prefill_count": 1, "decode_count": 1, "regular_count": 0}));
-    assert_eq!(workers["workers"][0]["bootstrap_port"], 8998);
+    let [at_p, at_d] = [0, 1].map(|i| &workers["workers"][i]);
+    assert_eq!((&at_p["bootstrap_port"], &at_d["bootstrap_port"]), (&json!(8998), &Value::Null));
+    assert_eq!((&at_p["health"], &at_p["reason"]), (&json!("healthy"), &Value::Null));
     assert_eq!(get("/get_loads").await.1["workers"][1], json!({"worker": d.url(), "load": 7}));
     let flushed = gateway.client.post(gateway.url("/flush_cache")).bearer_auth("secret").send().await.unwrap();
     assert_eq!(flushed.json::<Value>().await.unwrap()["status"], "success");
