@@ -1,4 +1,5 @@
-//! Owns the log of a worker or a gateway: one line per event on stderr, filtered by level. Set up once by `main`.
+//! Owns the log of a worker: one line per event on stderr, filtered by level. Set up once by `main`. Promises that a log
+//! that nobody reads any more stops no request: the lines are lost, and nothing else.
 
 use std::io::{IsTerminal as _, stderr};
 
@@ -19,7 +20,13 @@ pub struct FilterError {
 /// From here on, events that pass `filter` are written to stderr; colours only on a terminal.
 pub fn start(filter: Option<&str>) -> Result<(), FilterError> {
     let filter = parse(filter.unwrap_or(DEFAULT_FILTER))?;
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(stderr).with_ansi(stderr().is_terminal()).init();
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(stderr)
+        .with_ansi(stderr().is_terminal())
+        // Otherwise a line that cannot be written is told by `eprintln!`, which panics because it cannot be written.
+        .log_internal_errors(false)
+        .init();
     Ok(())
 }
 

@@ -4,7 +4,11 @@ mod leash;
 mod logging;
 mod up;
 
-use std::{error::Error, process::ExitCode};
+use std::{
+    error::Error,
+    io::{Write as _, stderr},
+    process::ExitCode,
+};
 
 use clap::{Parser, Subcommand};
 use tandem_gateway::GatewayArgs;
@@ -37,7 +41,8 @@ fn main() -> ExitCode {
     match run(cli.command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("tandem: {error}");
+            // In one write, so that a signal, which `up` may send just now, cannot tear it; and nobody has to read it.
+            let _ = stderr().write_all(format!("tandem: {error}\n").as_bytes());
             ExitCode::FAILURE
         }
     }

@@ -55,6 +55,11 @@ impl Fleet {
         children.iter().map(|child| child["pid"].as_u64().and_then(|pid| pid.try_into().ok()).expect("a pid")).collect()
     }
 
+    fn child(&self, name: &str) -> &Value {
+        let children = self.ready["children"].as_array().expect("a list");
+        children.iter().find(|child| child["name"] == name).expect(name)
+    }
+
     fn ended(&mut self) -> ExitStatus {
         until("up to end", || self.up.try_wait().expect("wait").is_some());
         self.up.wait().expect("wait")
@@ -73,6 +78,18 @@ fn until(what: &str, mut done: impl FnMut() -> bool) {
         assert!(Instant::now() < deadline, "waited {LIMIT:?} for {what}");
         thread::sleep(Duration::from_millis(10));
     }
+}
+
+/// A stream that runs when this returns: its first bytes have come.
+fn stream(url: &str) -> reqwest::blocking::Response {
+    let body = serde_json::json!({
+        "model": MODEL, "prompt": "x", "max_tokens": 1500, "ignore_eos": true, "stream": true,
+    });
+    let client = reqwest::blocking::Client::builder().timeout(LIMIT).build().expect("client");
+    let mut response = client.post(format!("{url}/v1/completions")).json(&body).send().expect("an answer");
+    assert!(response.status().is_success(), "{}", response.status());
+    response.read_exact(&mut [0; 64]).expect("the first bytes");
+    response
 }
 
 fn signal(name: &str, pid: u32) {
@@ -104,6 +121,7 @@ fn fleet_tells_where_it_listens_and_stops_in_order() {
     let log = stderr(&mut fleet.up);
     assert!(status.success(), "{status}\n{log}");
     assert!(!log.contains("was killed"), "{log}");
+    assert!(!log.contains("not healthy"), "the gateway goes first: {log}");
     assert!(pids.iter().all(|pid| is_gone(*pid)));
 }
 
@@ -114,6 +132,29 @@ fn fleet_leaves_nothing_behind_when_up_is_killed() {
     fleet.ended();
     for pid in fleet.pids() {
         until("the children to end", || is_gone(pid));
+    }
+}
+
+#[test]
+fn fleet_gives_running_streams_their_outcome_when_up_is_killed() {
+    for (shape, direct) in [(&["1p1d"][..], None), (&["0p0d", "--plain", "1"], Some("plain-0"))] {
+        let mut fleet = Fleet::start(shape);
+        let url = match direct {
+            Some(name) => fleet.child(name)["url"].clone(),
+            None => fleet.ready["url"].clone(),
+        };
+        let mut stream = stream(url.as_str().expect("a URL"));
+        // With `up`, the reader of its children's logs is gone.
+        signal("-KILL", fleet.up.id());
+        fleet.ended();
+        let mut rest = String::new();
+        let end = stream.read_to_string(&mut rest);
+        let last = rest.trim_end().lines().next_back().unwrap_or_default();
+        assert!(end.is_ok(), "{shape:?}: {end:?} after {last}");
+        assert!(last == "data: [DONE]" || last.contains(r#""error""#), "{shape:?}: {last}");
+        for pid in fleet.pids() {
+            until("the children to end", || is_gone(pid));
+        }
     }
 }
 

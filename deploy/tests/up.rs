@@ -33,6 +33,13 @@ fn a_taken_port_is_told_before_anything_starts() {
 }
 
 #[test]
+fn a_ready_file_that_cannot_be_written_is_told_before_anything_starts() {
+    let message = refused(&["up", "1p1d", "--port", "0", "--ready-file", "/nonexistent/ready.json"]);
+    assert!(message.contains("/nonexistent/ready.json") && message.contains("--ready-file"), "{message}");
+    assert!(!message.contains("prefill-0"), "{message}");
+}
+
+#[test]
 fn a_child_that_dies_is_named_with_its_last_words_and_the_ready_file_never_appears() {
     let folder = tempfile::tempdir().expect("folder");
     let ready = folder.path().join("ready.json");

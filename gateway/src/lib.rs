@@ -35,7 +35,7 @@ mod server;
 mod stream;
 mod ticket;
 
-use std::io::IsTerminal as _;
+use std::io::{IsTerminal as _, Write as _};
 
 pub use config::{Config, GatewayArgs};
 pub use error::StartError;
@@ -48,10 +48,10 @@ pub fn run(args: GatewayArgs) -> Result<(), StartError> {
     let config = args.merged()?.checked()?;
     start_logging(&config.log_level)?;
     serve(config, Stop::Signals, |addresses| {
-        println!(
-            "tandem gateway listens on http://{}, metrics on http://{}/metrics",
-            addresses.data, addresses.metrics
-        );
+        let Addresses { data, metrics } = &addresses;
+        // Nobody has to read it: serving goes on.
+        let _ =
+            writeln!(std::io::stdout(), "tandem gateway listens on http://{data}, metrics on http://{metrics}/metrics");
     })
 }
 
@@ -65,6 +65,8 @@ fn start_logging(level: &str) -> Result<(), StartError> {
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
+        // Otherwise a line that cannot be written is told by `eprintln!`, which panics because it cannot be written.
+        .log_internal_errors(false)
         .try_init();
     Ok(())
 }

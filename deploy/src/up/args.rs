@@ -7,14 +7,14 @@ use super::topology::{Fleet, Split, TopologyError};
 /// Start prefill and decode workers and the gateway on this machine.
 ///
 /// Every child inherits the environment, so TANDEM_WORKER_* and TANDEM_GATEWAY_* reach the settings
-/// that have no option here; see `tandem worker --help` and `tandem gateway --help`.
+/// that have no option here or are not given; see `tandem worker --help` and `tandem gateway --help`.
 #[derive(clap::Args, Clone, Debug)]
 pub struct UpArgs {
     /// How many workers of each role: 1p1d, 2p2d, ...; 0p0d together with --plain
     #[arg(value_name = "XpYd")]
     pub split: Split,
 
-    /// Start N unsplit workers behind the same gateway instead; only with 0p0d
+    /// Start N unsplit workers behind the same gateway instead; only with 0p0d [default: none]
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
     pub plain: u16,
 
@@ -22,7 +22,7 @@ pub struct UpArgs {
     #[arg(long, value_name = "PATH|NAME", default_value = "smollm2")]
     pub model_path: String,
 
-    /// The model's name in the API
+    /// The model's name in the API [default: the model path]
     #[arg(long, value_name = "NAME")]
     pub served_model_name: Option<String>,
 
@@ -34,7 +34,7 @@ pub struct UpArgs {
     #[arg(long, default_value_t = 30000)]
     pub port: u16,
 
-    /// Port of the gateway's metrics; 0 takes a free one
+    /// Port of the gateway's metrics [default: 0, a free one]
     #[arg(long, default_value_t = 0, hide_default_value = true)]
     pub prometheus_port: u16,
 
@@ -54,31 +54,31 @@ pub struct UpArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub threads: Option<u32>,
 
-    /// Arithmetic of the CPU backend: exact keeps activations in f32, fast may quantise them
+    /// Arithmetic of the CPU backend: exact keeps activations in f32, fast may quantise them [default: fast]
     #[arg(long, value_enum)]
     pub cpu_math: Option<CpuMath>,
 
-    /// Longest sequence, prompt and answer together, in tokens
+    /// Longest sequence, prompt and answer together, in tokens [default: the model's]
     #[arg(long, value_name = "TOKENS")]
     pub context_length: Option<u32>,
 
-    /// KV pool of each worker, in tokens
+    /// KV pool of each worker, in tokens [default: what the memory budget allows]
     #[arg(long, value_name = "TOKENS")]
     pub max_total_tokens: Option<u32>,
 
-    /// Sequences that one worker runs at a time
+    /// Sequences that one worker runs at a time [default: 64]
     #[arg(long, value_name = "N")]
     pub max_running_requests: Option<u32>,
 
-    /// Prompt tokens of one step of a worker
+    /// Prompt tokens of one step of a worker [default: 256]
     #[arg(long, value_name = "TOKENS")]
     pub chunked_prefill_size: Option<u32>,
 
-    /// Tokens in one KV page
+    /// Tokens in one KV page [default: 16]
     #[arg(long, value_name = "TOKENS")]
     pub page_size: Option<u32>,
 
-    /// Also write each child's log to DIR/NAME.log
+    /// Also write each child's log to DIR/NAME.log [default: to the terminal only]
     #[arg(long, value_name = "DIR")]
     pub log_dir: Option<PathBuf>,
 
@@ -90,7 +90,7 @@ pub struct UpArgs {
     #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     pub start_timeout_secs: u64,
 
-    /// Write addresses and process ids there as JSON once all are ready
+    /// Write addresses and process ids there as JSON once all are ready [default: no file]
     #[arg(long, value_name = "PATH")]
     pub ready_file: Option<PathBuf>,
 }
@@ -136,7 +136,8 @@ impl Settings {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use clap::Parser;
+    use clap::{Args as _, Command, CommandFactory as _, Parser};
+    use tandem_worker::WorkerArgs;
 
     use super::*;
 
@@ -164,6 +165,29 @@ pub(super) mod tests {
         assert!(parse("").is_err());
         assert!(parse("1p1d --tp-prefill 0").is_err());
         assert!(parse("1p1d --device tpu").is_err());
+    }
+
+    /// What the help of a flag says about the case that it is not given.
+    fn stated_default(command: &Command, flag: &str) -> Option<String> {
+        let arg = command.get_arguments().find(|arg| arg.get_long() == Some(flag))?;
+        let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
+        help.split_once("[default: ").map(|(_, stated)| stated.trim_end_matches(']').to_owned())
+    }
+
+    #[test]
+    fn help_tells_what_holds_without_each_flag_and_agrees_with_the_worker() {
+        let up = Cli::command();
+        let worker = WorkerArgs::augment_args(Command::new("worker"));
+        for arg in up.get_arguments().filter(|arg| arg.get_long().is_some()) {
+            let flag = arg.get_long().unwrap_or_default();
+            let shown_by_clap = !arg.get_default_values().is_empty() && !arg.is_hide_default_value_set();
+            let stated = stated_default(&up, flag);
+            assert!(shown_by_clap || stated.is_some(), "--{flag}");
+            let of_up_itself = ["host", "port", "threads"].contains(&flag);
+            if let Some(of_worker) = stated_default(&worker, flag).filter(|_| !of_up_itself) {
+                assert_eq!(stated, Some(of_worker), "--{flag}");
+            }
+        }
     }
 
     #[test]

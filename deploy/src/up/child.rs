@@ -20,7 +20,7 @@ use tokio::{
 
 use super::{
     logs::{Sink, Terminal},
-    plan::ChildPlan,
+    plan::{ChildPlan, ChildRole},
 };
 use crate::leash::{LEASH_STDIN, LEASH_VARIABLE};
 
@@ -43,6 +43,15 @@ struct Child {
     sink: Sink,
     pumps: Vec<JoinHandle<()>>,
     started: Instant,
+}
+
+impl Child {
+    /// Of a process that has ended.
+    async fn show_last_lines(&mut self) {
+        for pump in self.pumps.drain(..) {
+            timeout(LAST_LINES_WAIT, pump).await.ok();
+        }
+    }
 }
 
 /// All children, in the order in which they were started.
@@ -110,10 +119,7 @@ impl Children {
         })
         .await;
         let child = &mut self.running[index];
-        for pump in &mut child.pumps {
-            timeout(LAST_LINES_WAIT, pump).await.ok();
-        }
-        child.pumps.clear();
+        child.show_last_lines().await;
         Death {
             name: child.plan.name.clone(),
             pid: child.pid,
@@ -123,24 +129,45 @@ impl Children {
         }
     }
 
-    /// Asks all to stop by letting go of the leash, kills those that still run after `grace`, or once `hurry` completes,
-    /// and waits for all. Returns the names of the killed.
+    /// Asks all to stop by letting go of the leash: the gateway first, so that its requests end with their workers still
+    /// there, then the workers. Kills those of a stage that still run after `grace`, and all once `hurry` completes; waits
+    /// for all and their last lines. Returns the names of the killed.
     pub async fn stop(&mut self, grace: Duration, hurry: impl Future<Output = ()>) -> Vec<String> {
-        for child in &mut self.running {
+        let mut hurry = pin!(hurry);
+        let mut killed = Vec::new();
+        let mut hurried = false;
+        for gateway in [true, false] {
+            if !hurried {
+                tokio::select! {
+                    () = self.ended(gateway) => {}
+                    () = tokio::time::sleep(grace) => {}
+                    () = &mut hurry => hurried = true,
+                }
+            }
+            killed.extend(self.kill(gateway).await);
+        }
+        killed
+    }
+
+    /// Lets go of the leash of the gateway, or of the workers, and waits until they end by themselves.
+    async fn ended(&mut self, gateway: bool) {
+        for child in self.stage(gateway) {
             child.leash = None;
         }
-        let all_ended = async {
-            for child in &mut self.running {
-                child.process.wait().await.ok();
-            }
-        };
-        tokio::select! {
-            () = all_ended => return Vec::new(),
-            () = tokio::time::sleep(grace) => {}
-            () = hurry => {}
+        for child in self.stage(gateway) {
+            child.process.wait().await.ok();
+            child.show_last_lines().await;
         }
+    }
+
+    fn stage(&mut self, gateway: bool) -> impl Iterator<Item = &mut Child> {
+        self.running.iter_mut().filter(move |child| (child.plan.role == ChildRole::Gateway) == gateway)
+    }
+
+    /// Kills what still runs of a stage. Returns the names.
+    async fn kill(&mut self, gateway: bool) -> Vec<String> {
         let mut killed = Vec::new();
-        for child in &mut self.running {
+        for child in self.stage(gateway) {
             if matches!(child.process.try_wait(), Ok(None)) {
                 child.process.kill().await.ok();
                 killed.push(child.plan.name.clone());
@@ -219,6 +246,18 @@ mod tests {
         let grace = Duration::from_millis(100);
         let killed = timeout(LIMIT, children.stop(grace, std::future::pending())).await.expect("in time");
         assert_eq!(killed, ["bad"]);
+    }
+
+    #[tokio::test]
+    async fn the_gateway_is_gone_before_a_worker_is_asked_to_stop_and_last_lines_are_whole() {
+        let folder = tempfile::tempdir().expect("folder");
+        let gone = folder.path().join("gone");
+        let mut children = children(&[("worker", &format!("read hold; test -e {}; echo saw $?", gone.display()))]);
+        let mut gateway = plan("gateway", &format!("read hold; sleep 0.2; touch {}", gone.display()));
+        gateway.role = ChildRole::Gateway;
+        children.spawn(gateway).expect("starts");
+        assert!(children.stop(LIMIT, std::future::pending()).await.is_empty());
+        assert_eq!(children.running[0].sink.tail().lines(), ["saw 0"]);
     }
 
     #[tokio::test]

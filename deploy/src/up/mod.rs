@@ -25,7 +25,8 @@ use ports::{PortError, Ports};
 use readiness::NotReady;
 use topology::TopologyError;
 
-/// From the request to stop to SIGKILL: longer than the children allow running requests by default.
+/// From the request to stop to SIGKILL, for the gateway and then for the workers: longer than the children allow running
+/// requests by default.
 const STOP_GRACE: Duration = Duration::from_secs(20);
 /// One Ctrl-C may reach us twice, from the terminal and from a script that passes it on; only a later one means hurry.
 const SAME_SIGNAL: Duration = Duration::from_millis(700);
@@ -46,7 +47,7 @@ pub enum UpError {
     Model(#[from] ModelError),
     #[error("cannot make the log folder {path}: {source}; choose another with --log-dir")]
     LogFolder { path: PathBuf, source: io::Error },
-    #[error("cannot write the ready file {path}: {source}")]
+    #[error("cannot write the ready file {path}: {source}; choose another with --ready-file")]
     ReadyFile { path: PathBuf, source: io::Error },
     #[error("the operating system refused {what}: {source}")]
     System { what: &'static str, source: io::Error },
@@ -70,7 +71,7 @@ pub fn run(args: UpArgs) -> Result<(), UpError> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads_in_environment = std::env::var_os("TANDEM_WORKER_THREADS").is_some();
     let settings = Settings::new(args, cores, threads_in_environment)?;
-    remove_ready_file(&settings);
+    prepare_ready_file(&settings)?;
     let (ports, workers, gateway) = plans(&settings)?;
     if settings.args.model_path == SMOLLM2 {
         // Once, here, where its progress can be seen; the children find it in the cache.
@@ -98,9 +99,9 @@ async fn supervise(settings: &Settings, workers: Vec<ChildPlan>, gateway: ChildP
     let mut children = Children::new(program, terminal.clone(), settings.args.log_dir.clone());
     let served = serve(settings, workers, gateway, &mut children, &mut signals, &terminal).await;
     remove_ready_file(settings);
-    terminal.line("up", "stopping");
+    terminal.line("up", "stopping: running requests have 10 s to end; Ctrl-C again kills everything now");
     for name in children.stop(STOP_GRACE, signals.next_after(SAME_SIGNAL)).await {
-        terminal.line("up", &format!("{name} did not stop in time and was killed"));
+        terminal.line("up", &format!("{name} had not stopped yet and was killed"));
     }
     served
 }
@@ -153,6 +154,13 @@ fn announce(settings: &Settings, children: &Children) -> Result<(), UpError> {
         table::write_ready_file(path, &value).map_err(|source| UpError::ReadyFile { path: path.clone(), source })?;
     }
     Ok(())
+}
+
+/// That the file cannot be written is known now, not when all has been started.
+fn prepare_ready_file(settings: &Settings) -> Result<(), UpError> {
+    remove_ready_file(settings);
+    let Some(path) = &settings.args.ready_file else { return Ok(()) };
+    table::try_ready_file(path).map_err(|source| UpError::ReadyFile { path: path.clone(), source })
 }
 
 /// Addresses of an earlier run, or of this one once it ends, would only mislead.

@@ -1,7 +1,11 @@
 //! Owns what `up` shows once all is ready: the table for people and the ready file for programs. *Pure* but for the
-//! one function that writes the file.
+//! functions that write the file.
 
-use std::{io::Write as _, path::Path};
+use std::{
+    fs::File,
+    io::{self, Write as _},
+    path::{Path, PathBuf},
+};
 
 use super::plan::{ChildPlan, ChildRole};
 
@@ -54,13 +58,28 @@ pub fn ready_json(children: &[(&ChildPlan, u32)], supervisor: u32) -> serde_json
 }
 
 /// Writes beside `path` and renames, so that a reader finds either nothing or all of it.
-pub fn write_ready_file(path: &Path, value: &serde_json::Value) -> std::io::Result<()> {
-    let mut beside = path.as_os_str().to_owned();
-    beside.push(format!(".{}.part", std::process::id()));
-    let mut file = std::fs::File::create(&beside)?;
+pub fn write_ready_file(path: &Path, value: &serde_json::Value) -> io::Result<()> {
+    let beside = beside(path);
+    let mut file = File::create(&beside)?;
     writeln!(file, "{value}")?;
     file.sync_all()?;
     std::fs::rename(&beside, path)
+}
+
+/// Whether [`write_ready_file`] will find a place to write; leaves nothing there.
+pub fn try_ready_file(path: &Path) -> io::Result<()> {
+    if path.is_dir() {
+        return Err(io::ErrorKind::IsADirectory.into());
+    }
+    let beside = beside(path);
+    File::create(&beside)?;
+    std::fs::remove_file(&beside)
+}
+
+fn beside(path: &Path) -> PathBuf {
+    let mut beside = path.as_os_str().to_owned();
+    beside.push(format!(".{}.part", std::process::id()));
+    beside.into()
 }
 
 #[cfg(test)]

