@@ -99,7 +99,9 @@ async fn supervise(settings: &Settings, workers: Vec<ChildPlan>, gateway: ChildP
     let mut children = Children::new(program, terminal.clone(), settings.args.log_dir.clone());
     let served = serve(settings, workers, gateway, &mut children, &mut signals, &terminal).await;
     remove_ready_file(settings);
-    terminal.line("up", "stopping: running requests have 10 s to end; Ctrl-C again kills everything now");
+    let grace = plan::GATEWAY_GRACE_SECS;
+    terminal
+        .line("up", &format!("stopping: running requests have {grace} s to end; Ctrl-C again kills everything now"));
     for name in children.stop(STOP_GRACE, signals.next_after(SAME_SIGNAL)).await {
         terminal.line("up", &format!("{name} had not stopped yet and was killed"));
     }

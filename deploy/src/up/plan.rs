@@ -11,8 +11,9 @@ use super::{
 pub const WORKER_HOST: &str = "127.0.0.1";
 
 /// Running exchanges may go on for this long after the request to stop. Less than the workers' 10 s, so that these are
-/// still there when the gateway ends what still runs and tells its clients; `up` kills a little later.
-const GATEWAY_GRACE_SECS: u32 = 8;
+/// still there when the gateway ends what still runs and tells its clients, also where all stop at once since `up` was
+/// killed; `up` kills a little later.
+pub const GATEWAY_GRACE_SECS: u32 = 8;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ChildRole {
