@@ -104,8 +104,9 @@ impl Answer {
     /// The body ended. `clean`: as its framing said it would.
     pub fn end(&mut self, clean: bool) -> Step {
         let truncated = || {
-            let what = format!("the {} worker {} broke off in the middle of its answer", self.side.name(), self.worker);
-            Step::failed(Failure::worker(self.side, ["prefill_truncated", "decode_truncated"], what))
+            let what = format!("the {} worker broke off in the middle of its answer", self.side.name());
+            let failure = Failure::worker(self.side, ["prefill_truncated", "decode_truncated"], what);
+            Step::failed(failure.with_detail(self.worker.as_str()))
         };
         match &mut self.kind {
             Kind::Refusal { status, retry_after_secs, kept } => {
