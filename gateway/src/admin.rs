@@ -10,7 +10,7 @@ use crate::config::Role;
 use crate::error::{Failure, Side};
 use crate::fleet::Worker;
 use crate::gateway::Gateway;
-use crate::probe::reported_tokens;
+use crate::probe::{ASK_TIMEOUT, reported_tokens};
 use crate::reply::{self, Done};
 
 /// Bytes of a passed-on answer at most.
@@ -108,7 +108,7 @@ fn workers(gateway: &Gateway) -> Value {
 
 async fn loads(gateway: &Gateway) -> Value {
     let ask = async |worker: &Worker| {
-        let answer = gateway.prober.json(worker, &["/v1/loads", "/get_load"]).await;
+        let answer = gateway.prober.json(worker, &["/v1/loads", "/get_load"], ASK_TIMEOUT).await;
         let load = answer.as_ref().and_then(reported_tokens).map_or(-1, |tokens| tokens as i64);
         json!({"worker": worker.url(), "load": load})
     };
@@ -139,22 +139,41 @@ async fn passed(gateway: &Gateway, session: &mut ServerSession, paths: &[&str]) 
     reply::failure(session, &failure).await
 }
 
-/// Posts to all workers; 200 when all took it, 206 when some did, 502 when none did.
+/// What a worker said to a request that went to all.
+enum Said {
+    Yes,
+    /// It refuses what the client asked.
+    BadRequest(Bytes),
+    No(String),
+}
+
+/// Posts to all workers; 200 when all took it, 206 when some did, the workers' own 400 when all say that, else 502.
 async fn fan_out(gateway: &Gateway, session: &mut ServerSession, path: &'static str, body: Bytes) -> Done {
     let ask = async |worker: &Worker| {
         let request = gateway.prober.ask(Method::POST, worker, path).header("content-type", "application/json");
-        let outcome = match request.body(body.clone()).send().await {
-            Ok(answer) if answer.status().is_success() => Ok(()),
-            Ok(answer) => Err(format!("it answered {}", answer.status().as_u16())),
-            Err(error) => Err(format!("it could not be asked: {error}")),
+        let said = match request.body(body.clone()).send().await {
+            Ok(answer) if answer.status().is_success() => Said::Yes,
+            Ok(answer) if answer.status() == 400 => Said::BadRequest(answer.bytes().await.unwrap_or_default()),
+            Ok(answer) => Said::No(format!("it answered {}", answer.status().as_u16())),
+            Err(error) => Said::No(format!("it could not be asked: {error}")),
         };
-        (worker.url().to_owned(), outcome)
+        (worker.url().to_owned(), said)
     };
     let outcomes = join_all(gateway.fleet.workers.iter().map(|w| ask(w))).await;
     let total = outcomes.len();
-    let (good, bad): (Vec<_>, Vec<_>) = outcomes.into_iter().partition(|(_, outcome)| outcome.is_ok());
-    let successful: Vec<String> = good.into_iter().map(|(url, _)| url).collect();
-    let failed: Vec<Value> = bad.iter().map(|(url, why)| json!({"worker": url, "error": why.as_ref().err()})).collect();
+    if let Some((_, Said::BadRequest(body))) = outcomes.first()
+        && outcomes.iter().all(|(_, said)| matches!(said, Said::BadRequest(_)))
+    {
+        return reply::failure(session, &Failure::refused(Side::Decode, 400, body.clone(), None)).await;
+    }
+    let (mut successful, mut failed) = (Vec::new(), Vec::new());
+    for (url, said) in outcomes {
+        match said {
+            Said::Yes => successful.push(url),
+            Said::BadRequest(_) => failed.push(json!({"worker": url, "error": "it answered 400"})),
+            Said::No(why) => failed.push(json!({"worker": url, "error": why})),
+        }
+    }
     let (status, word) = match (successful.len(), failed.len()) {
         (_, 0) => (200, "success"),
         (0, _) => (502, "failed"),

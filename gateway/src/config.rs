@@ -86,6 +86,11 @@ pub struct GatewayArgs {
     #[arg(long, value_name = "SECS")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub client_write_timeout_secs: Option<u64>,
+    /// A client's request must arrive within this many seconds: its head, and then its body, which gets another second for
+    /// each 16 KiB that came [default: 60].
+    #[arg(long, value_name = "SECS")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub client_read_timeout_secs: Option<u64>,
     /// A request body's bytes at most [default: 33554432, as in the workers].
     #[arg(long, value_name = "BYTES")]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -98,6 +103,11 @@ pub struct GatewayArgs {
     #[arg(long, value_name = "MS")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub probe_interval_ms: Option<u64>,
+    /// A probe's answer after at most, in milliseconds. A worker that answers three in a row not at all counts as silent: its
+    /// legs fail, and it is not used until it answers [default: 3000].
+    #[arg(long, value_name = "MS")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub probe_timeout_ms: Option<u64>,
     /// Running exchanges may go on for this long after a first SIGTERM or SIGINT, in seconds [default: 180].
     #[arg(long, value_name = "SECS")]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -200,6 +210,7 @@ pub struct Deadlines {
     pub silence: Duration,
     pub whole: Duration,
     pub client_write: Duration,
+    pub client_read: Duration,
     pub drain: Duration,
 }
 
@@ -217,6 +228,7 @@ pub struct Config {
     pub body_bytes_max: usize,
     pub retries_max: u32,
     pub probe_interval: Duration,
+    pub probe_timeout: Duration,
     pub threads: usize,
     pub log_level: String,
     pub api_key: Option<String>,
@@ -262,6 +274,7 @@ impl GatewayArgs {
             first_token: secs("first-token-timeout-secs", self.first_token_timeout_secs, 600)?.min(whole),
             silence: secs("silence-timeout-secs", self.silence_timeout_secs, 120)?.min(whole),
             whole,
+            client_read: secs("client-read-timeout-secs", self.client_read_timeout_secs, 60)?,
             client_write: secs("client-write-timeout-secs", self.client_write_timeout_secs, 120)?,
             drain: Duration::from_secs(self.shutdown_grace_period_secs.unwrap_or(180)),
         };
@@ -278,6 +291,7 @@ impl GatewayArgs {
             body_bytes_max: self.max_payload_size.unwrap_or(32 << 20),
             retries_max: self.retry_max_retries.unwrap_or(4),
             probe_interval: Duration::from_millis(self.probe_interval_ms.unwrap_or(2000).max(8)),
+            probe_timeout: Duration::from_millis(self.probe_timeout_ms.unwrap_or(3000).max(1)),
             threads: self.threads.unwrap_or(cpus).clamp(1, 1024),
             log_level: self.log_level.unwrap_or_else(|| "info".into()),
             api_key: self.api_key,

@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use http::HeaderMap;
+use http::header::{CONTENT_LENGTH, TRANSFER_ENCODING};
+use http::{HeaderMap, Version};
 use pingora::http::ResponseHeader;
 use pingora::protocols::http::ServerSession;
 use tokio::time::{sleep_until, timeout};
@@ -341,7 +342,10 @@ impl<'a> Run<'a> {
         let gone = |_| Fact::ClientGone;
         if self.opened.is_none() {
             let whole = last.then_some(piece.len());
-            let head = self.client_head(whole);
+            let head = self.client_head(whole, session.req_header().version);
+            if whole.is_none() && !head.headers.contains_key(TRANSFER_ENCODING) {
+                session.set_keepalive(None);
+            }
             self.opened = Some(head.status.as_u16());
             self.machine.on(Fact::AnswerOpened);
             self.gateway.metrics.first_byte(self.request.endpoint, self.request.arrived.elapsed().as_secs_f64());
@@ -356,8 +360,8 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// D's status and headers; the framing is ours.
-    fn client_head(&self, whole: Option<usize>) -> ResponseHeader {
+    /// D's status and headers; the framing is ours: a length, chunks, or for HTTP/1.0, which has no chunks, the close.
+    fn client_head(&self, whole: Option<usize>, version: Version) -> ResponseHeader {
         let status = self.decode_head.as_ref().map_or(200, |h| h.status);
         let mut head = ResponseHeader::build(status, None).expect("a parsed status is one");
         let headers = self.decode_head.iter().flat_map(|h| &h.headers);
@@ -365,8 +369,9 @@ impl<'a> Run<'a> {
             head.append_header(name.clone(), value.clone()).expect("a parsed header is one");
         }
         let framed = match whole {
-            Some(length) => head.insert_header(http::header::CONTENT_LENGTH, length),
-            None => head.insert_header(http::header::TRANSFER_ENCODING, "chunked"),
+            Some(length) => head.insert_header(CONTENT_LENGTH, length),
+            None if version == Version::HTTP_10 => Ok(()),
+            None => head.insert_header(TRANSFER_ENCODING, "chunked"),
         };
         framed.expect("both are headers");
         head

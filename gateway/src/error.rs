@@ -121,6 +121,13 @@ impl Failure {
         failure
     }
 
+    /// A worker that answers nothing any more, by what its probes found.
+    pub fn silent(side: Side, worker: &str, why: &str) -> Self {
+        let message = format!("the {} worker fell silent: {why}", side.name());
+        let code = pick(side, ["prefill_silent", "decode_silent"]);
+        Self::new(504, code, Blame::Worker(side), message).with_detail(worker)
+    }
+
     /// A worker's own refusal: its status stays, its message too, and its body when it is an error object.
     pub fn refused(side: Side, status: u16, body: Bytes, retry_after_secs: Option<u32>) -> Self {
         let blame = if status < 500 { Blame::Client } else { Blame::Worker(side) };

@@ -5,12 +5,14 @@ use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
+use tokio::sync::watch;
+
 use crate::config::{Config, Role, WorkerSpec};
 use crate::error::Side;
 use crate::legs::Idle;
 use crate::pair::{self, Load, Policy};
 
-/// Probes in a row without an answer before a silent worker is suspected. Slow is not dead.
+/// Probes in a row without an answer, and no byte of a leg in between, before a worker counts as silent. Slow is not dead.
 const MISSES_MAX: u32 = 3;
 /// A rough size of a token in a request's body, for what was sent since the last report.
 const BODY_BYTES_PER_TOKEN: u64 = 4;
@@ -23,6 +25,9 @@ pub enum Health {
     Healthy,
     /// It could not be reached; tried only where nobody healthy is left, so that it serves again as soon as it is back.
     Suspect(String),
+    /// It may be there, but answers nothing (stopped, swapping, behind a broken network): its open legs fail, and it is not
+    /// used until a probe is answered. That it can be connected to proves nothing, since the kernel does that for it.
+    Silent(String),
     /// It is there and says that it is not ready.
     NotReady(String),
     /// Its role is not the one it was configured with; it is never used.
@@ -35,7 +40,7 @@ impl Health {
         match self {
             Health::Unknown => "not reached yet",
             Health::Healthy => "healthy",
-            Health::Suspect(why) | Health::NotReady(why) | Health::WrongRole(why) => why,
+            Health::Suspect(why) | Health::Silent(why) | Health::NotReady(why) | Health::WrongRole(why) => why,
         }
     }
 }
@@ -52,6 +57,8 @@ pub struct Worker {
     pub introduced: AtomicBool,
     health: Mutex<Health>,
     misses: AtomicU32,
+    /// What its open legs watch.
+    silent: watch::Sender<bool>,
     /// Learnt from the worker where it was not configured; 0 is unknown.
     learnt_bootstrap_port: AtomicU32,
     /// The last report; negative is none.
@@ -69,6 +76,7 @@ impl Worker {
             introduced: AtomicBool::new(false),
             health: Mutex::new(Health::Unknown),
             misses: AtomicU32::new(0),
+            silent: watch::Sender::new(false),
             learnt_bootstrap_port: AtomicU32::new(0),
             reported_tokens: AtomicI64::new(-1),
             sent_bytes_since: AtomicU64::new(0),
@@ -95,13 +103,32 @@ impl Worker {
                 Health::Healthy => tracing::info!(worker = self.url(), "worker is healthy"),
                 other => tracing::warn!(worker = self.url(), reason = other.reason(), "worker is not healthy"),
             }
+            self.silent.send_replace(matches!(new, Health::Silent(_)));
             *health = new;
         }
     }
 
-    /// A connection succeeded: it lives. What a probe found out (not ready, a wrong role) stays the probe's to change.
+    /// Returns once the worker is silent, at once if it is.
+    pub async fn until_silent(&self) {
+        // The sender is this worker's, so that waiting cannot fail.
+        let _ = self.silent.subscribe().wait_for(|silent| *silent).await;
+    }
+
+    /// Probes it steadily answered so far.
+    pub fn answers(&self) -> bool {
+        self.is_healthy() && self.misses.load(Relaxed) == 0
+    }
+
+    /// A leg brought bytes: whoever sends them is not silent.
+    pub fn note_alive(&self) {
+        if self.misses.load(Relaxed) > 0 {
+            self.misses.store(0, Relaxed);
+        }
+    }
+
+    /// A connection succeeded: somebody listens. What a probe found out (silence, not ready, a wrong role) stays the probe's
+    /// to change.
     pub fn note_connected(&self) {
-        self.misses.store(0, Relaxed);
         if matches!(self.health(), Health::Suspect(_) | Health::Unknown) {
             self.set_health(Health::Healthy);
         }
@@ -114,10 +141,13 @@ impl Worker {
         self.set_health(Health::Suspect(why.to_owned()));
     }
 
-    /// A probe got no answer in time.
-    pub fn note_silent(&self, why: &str) {
+    /// A probe got no answer in time. At the limit the connections are given up, and the worker introduces itself anew
+    /// when it answers again, since it may be another process by then.
+    pub fn note_missed(&self, why: &str) {
         if self.misses.fetch_add(1, Relaxed) + 1 >= MISSES_MAX {
-            self.set_health(Health::Suspect(why.to_owned()));
+            self.introduced.store(false, Relaxed);
+            self.idle.clear();
+            self.set_health(Health::Silent(format!("{why}, {MISSES_MAX} times in a row")));
         }
     }
 
@@ -257,6 +287,7 @@ impl Fleet {
 mod tests {
     use super::*;
     use crate::config::GatewayArgs;
+    use futures_util::FutureExt;
 
     fn fleet() -> Fleet {
         let args = GatewayArgs {
@@ -302,15 +333,33 @@ mod tests {
         let fleet = fleet();
         let worker = &fleet.workers[0];
         worker.note_probe(Health::Healthy);
-        worker.note_silent("slow");
-        worker.note_silent("slow");
-        assert!(worker.is_healthy());
-        worker.note_connected();
-        worker.note_silent("slow");
-        worker.note_silent("slow");
-        assert!(worker.is_healthy());
-        worker.note_silent("slow");
+        worker.note_missed("slow");
+        worker.note_missed("slow");
+        assert!(worker.is_healthy() && !worker.answers());
+        worker.note_alive();
+        worker.note_missed("slow");
+        worker.note_missed("slow");
+        assert!(worker.is_healthy(), "it sent bytes in between");
+        worker.note_missed("slow");
         assert!(!worker.is_healthy());
+    }
+
+    #[test]
+    fn silence_is_not_broken_by_a_connection_but_by_an_answer() {
+        let fleet = fleet();
+        let worker = &fleet.workers[2];
+        worker.note_probe(Health::Healthy);
+        for _ in 0..MISSES_MAX {
+            assert!(worker.until_silent().now_or_never().is_none());
+            worker.note_connected();
+            worker.note_missed("no answer");
+        }
+        worker.note_connected();
+        assert!(worker.until_silent().now_or_never().is_some(), "legs that begin now are told, too");
+        assert!(fleet.pick(Side::Decode, &[]).unwrap_err().contains("no answer, 3 times in a row"));
+        worker.note_probe(Health::Healthy);
+        assert!(worker.until_silent().now_or_never().is_none());
+        assert!(fleet.pick(Side::Decode, &[]).is_ok());
     }
 
     #[test]

@@ -202,8 +202,21 @@ impl Leg {
         self.guard.worker()
     }
 
-    /// The next event. Cancel-safe: what was written and read so far is kept in the leg.
+    /// The next event. Cancel-safe: what was written and read so far is kept in the leg. A worker that falls silent breaks it.
     pub async fn next(&mut self) -> LegEvent {
+        let worker = self.worker().clone();
+        tokio::select! {
+            biased;
+            event = self.progress() => event,
+            () = worker.until_silent() => {
+                self.phase = Phase::Over;
+                self.keep_alive = false;
+                LegEvent::Broken(Failure::silent(self.side, worker.url(), worker.health().reason()))
+            }
+        }
+    }
+
+    async fn progress(&mut self) -> LegEvent {
         loop {
             match self.phase {
                 Phase::Sending => match self.send_some().await {
@@ -291,6 +304,9 @@ impl Leg {
         self.input.reserve(self.read_bytes);
         let mut total = self.stream.read_buf(&mut self.input).await?;
         self.answered |= total > 0;
+        if total > 0 {
+            self.worker().note_alive();
+        }
         let mut last = total;
         while last > 0 && last >= self.read_bytes && self.input.len() < BURST_BYTES_MAX {
             self.read_bytes = (self.read_bytes * 2).min(BURST_BYTES_MAX);

@@ -4,6 +4,7 @@
 //! | room | what it does | kind |
 //! |---|---|---|
 //! | `proxy` | reads a request off a client's connection, checks it, reads its body | I/O |
+//! | `head` | refuses heads that hops may read differently | pure |
 //! | `request` | finds what must be known of the body, splices the bootstrap fields into it | pure |
 //! | `fleet`, `pair` | picks a worker per side | state, pure |
 //! | `ticket` | mints rooms | pure |
@@ -23,6 +24,7 @@ mod error;
 mod exchange;
 mod fleet;
 mod gateway;
+mod head;
 mod http1;
 mod legs;
 mod metrics;

@@ -1,5 +1,8 @@
 //! Asking workers how they do: health from `GET /health`, the role from `/server_info` whenever a worker came up, the load
 //! from `/v1/loads`; `/get_server_info` and `/get_load` are asked where those do not exist. Findings go into the fleet.
+//!
+//! By default a worker that answers nothing counts as silent 12.5 s later at most: 2 s to the next look, 1 s for a load, and
+//! three looks of 3 s with 250 ms in between. Health is answered beside the engine, so a busy worker answers.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -15,10 +18,11 @@ use crate::config::{Config, Role};
 use crate::error::{Side, StartError};
 use crate::fleet::{Fleet, Health, Worker};
 
-const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
-/// A look at a worker that a request waits for.
+/// A question of an operator that is passed on.
+pub const ASK_TIMEOUT: Duration = Duration::from_secs(5);
+/// A look at a worker that a request waits for; a load, since it must not hold up the next look.
 const QUICK_TIMEOUT: Duration = Duration::from_secs(1);
-/// Workers that are not healthy are asked this many times as often.
+/// Workers that are not healthy, or did not answer last time, are asked this many times as often.
 const HASTE: u32 = 8;
 
 /// Asks the workers of one fleet.
@@ -26,23 +30,26 @@ pub struct Prober {
     fleet: Arc<Fleet>,
     client: reqwest::Client,
     interval: Duration,
+    timeout: Duration,
     api_key: Option<String>,
 }
 
 impl Prober {
     pub fn new(fleet: Arc<Fleet>, config: &Config) -> Result<Self, StartError> {
         let client = reqwest::Client::builder()
-            .timeout(PROBE_TIMEOUT)
+            .timeout(ASK_TIMEOUT)
             .connect_timeout(config.deadlines.connect)
             .pool_max_idle_per_host(0)
             .no_proxy()
             .build()?;
-        Ok(Prober { fleet, client, interval: config.probe_interval, api_key: config.api_key.clone() })
+        let (interval, timeout) = (config.probe_interval, config.probe_timeout);
+        Ok(Prober { fleet, client, interval, timeout, api_key: config.api_key.clone() })
     }
 
-    /// Asks a side's workers that are not healthy, now, since a request finds nobody there. Bounded by a second.
+    /// Asks a side's workers that are not healthy, now, since a request finds nobody there. Bounded by a second. A silent
+    /// worker would take that second for nothing, and the look at it that is always under way sees its first answer.
     pub async fn look_again(&self, side: Side) {
-        let unwell = self.fleet.side(side).filter(|w| !w.is_healthy());
+        let unwell = self.fleet.side(side).filter(|w| !w.is_healthy() && !matches!(w.health(), Health::Silent(_)));
         let checks: Vec<_> = unwell.map(|worker| self.check(worker)).collect();
         let _ = tokio::time::timeout(QUICK_TIMEOUT, futures_util::future::join_all(checks)).await;
     }
@@ -50,26 +57,29 @@ impl Prober {
     async fn watch(&self, worker: &Worker) {
         loop {
             self.check(worker).await;
-            let pause = if worker.is_healthy() { self.interval } else { self.interval / HASTE };
+            let pause = if worker.answers() { self.interval } else { self.interval / HASTE };
             tokio::time::sleep(pause).await;
         }
     }
 
     /// One look at one worker.
     async fn check(&self, worker: &Worker) {
-        match self.ask(Method::GET, worker, "/health").send().await {
+        match self.ask(Method::GET, worker, "/health").timeout(self.timeout).send().await {
             Ok(answer) if answer.status().is_success() => {}
             Ok(answer) => {
                 worker.introduced.store(false, Relaxed);
                 return worker
                     .note_probe(Health::NotReady(format!("GET /health answered {}", answer.status().as_u16())));
             }
+            Err(error) if error.is_timeout() => {
+                let why = format!("GET /health was not answered within {} ms", self.timeout.as_millis());
+                return worker.note_missed(&why);
+            }
             Err(error) if error.is_connect() => return worker.note_unreachable("nobody listens there"),
-            Err(error) if error.is_timeout() => return worker.note_silent("GET /health did not answer in time"),
-            Err(error) => return worker.note_silent(&format!("GET /health failed: {error}")),
+            Err(error) => return worker.note_missed(&format!("GET /health failed: {}", error.without_url())),
         }
         if !worker.introduced.load(Relaxed)
-            && let Some(info) = self.json(worker, &["/server_info", "/get_server_info"]).await
+            && let Some(info) = self.json(worker, &["/server_info", "/get_server_info"], self.timeout).await
         {
             if let Some(why) = learn(worker, &info) {
                 return worker.note_probe(Health::WrongRole(why));
@@ -77,7 +87,7 @@ impl Prober {
             worker.introduced.store(true, Relaxed);
         }
         worker.note_probe(Health::Healthy);
-        let loads = self.json(worker, &["/v1/loads", "/get_load"]).await;
+        let loads = self.json(worker, &["/v1/loads", "/get_load"], QUICK_TIMEOUT).await;
         worker.note_load(loads.as_ref().and_then(reported_tokens));
     }
 
@@ -90,10 +100,10 @@ impl Prober {
         }
     }
 
-    /// The first of the paths that answers with JSON.
-    pub async fn json(&self, worker: &Worker, paths: &[&str]) -> Option<Value> {
+    /// The first of the paths that answers with JSON, each within `limit`.
+    pub async fn json(&self, worker: &Worker, paths: &[&str], limit: Duration) -> Option<Value> {
         for path in paths {
-            let answer = self.ask(Method::GET, worker, path).send().await.ok()?;
+            let answer = self.ask(Method::GET, worker, path).timeout(limit).send().await.ok()?;
             if answer.status().is_success() {
                 return answer.json().await.ok();
             }

@@ -8,20 +8,28 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use bytes::{Bytes, BytesMut};
 use http::{Method, header};
+use pingora::ErrorType;
 use pingora::apps::{HttpPersistentSettings, HttpServerApp, ReusedHttpStream};
 use pingora::protocols::http::ServerSession;
 use pingora::server::ShutdownWatch;
+
+use tokio::time::{timeout, timeout_at};
 
 use crate::admin;
 use crate::drive;
 use crate::error::{Failure, Side};
 use crate::gateway::Gateway;
+use crate::head;
 use crate::reply::{self, Done};
 use crate::request::{self, Endpoint};
 
 /// How long the rest of a refused body is read before the connection is closed, so that the client sees the answer.
 const DRAIN_WAIT: Duration = Duration::from_secs(1);
 const REQUEST_ID_BYTES_MAX: usize = 128;
+/// A body may be this slow.
+const BODY_BYTES_PER_SECOND_MIN: usize = 16 * 1024;
+/// The name of pingora's error for a chunk that is none.
+const INVALID_CHUNK: &str = "InvalidChunk";
 /// Of a body with a declared length this much memory is taken before it has arrived.
 const BODY_RESERVED_BYTES_MAX: usize = 1 << 20;
 
@@ -38,7 +46,7 @@ impl HttpServerApp for DataApp {
         mut session: ServerSession,
         _: &ShutdownWatch,
     ) -> Option<ReusedHttpStream> {
-        if !head_arrived(&mut session).await {
+        if !head_arrived(&mut session, self.0.config.deadlines.client_read).await {
             return None;
         }
         name_request(&mut session);
@@ -66,7 +74,7 @@ impl HttpServerApp for MetricsApp {
         mut session: ServerSession,
         _: &ShutdownWatch,
     ) -> Option<ReusedHttpStream> {
-        if !head_arrived(&mut session).await {
+        if !head_arrived(&mut session, self.0.config.deadlines.client_read).await {
             return None;
         }
         session.set_pipelining_enabled(true);
@@ -84,20 +92,25 @@ impl HttpServerApp for MetricsApp {
     }
 }
 
-/// Reads a request's head; what cannot be one is answered with 400 and the connection ends.
-async fn head_arrived(session: &mut ServerSession) -> bool {
-    match session.read_request().await {
-        Ok(true) => true,
-        Ok(false) => false,
-        Err(error) => {
+/// Reads a request's head; what cannot be one, or an ambiguous one, is answered with 400 and the connection ends. It ends
+/// without a word where no head came within `limit`, the wait for a connection's next request included.
+async fn head_arrived(session: &mut ServerSession, limit: Duration) -> bool {
+    let fault = match timeout(limit, session.read_request()).await {
+        Ok(Ok(true)) => match head::fault(&session.to_h1_raw(), session.req_header().version) {
+            None => return true,
+            Some(fault) => fault,
+        },
+        Ok(Ok(false)) | Err(_) => return false,
+        Ok(Err(error)) => {
             tracing::debug!(%error, "malformed request head");
-            session.set_keepalive(None);
-            let failure = Failure::client(400, "malformed_request", "the bytes received are not an HTTP request");
-            reply::failure(session, &failure).await;
-            session.shutdown().await;
-            false
+            "the bytes received are not an HTTP request"
         }
-    }
+    };
+    session.set_keepalive(None);
+    let failure = Failure::client(400, "malformed_request", format!("malformed request head: {fault}"));
+    reply::failure(session, &failure).await;
+    session.shutdown().await;
+    false
 }
 
 /// Gives the request an id where its client gave none that can be logged and passed on.
@@ -116,7 +129,7 @@ async fn next_request(mut session: ServerSession, done: Done) -> Option<ReusedHt
         return None;
     }
     if !session.is_body_done() {
-        let drained = tokio::time::timeout(DRAIN_WAIT, session.drain_request_body()).await;
+        let drained = timeout(DRAIN_WAIT, session.drain_request_body()).await;
         if !matches!(drained, Ok(Ok(()))) {
             session.shutdown().await;
             return None;
@@ -198,7 +211,12 @@ async fn prepare(gateway: &Gateway, session: &mut ServerSession, target: &Target
             return Err(Failure::client(401, "invalid_api_key", what));
         }
     }
-    read_body(session, gateway.config.body_bytes_max).await
+    let read = read_body(session, gateway.config.body_bytes_max, gateway.config.deadlines.client_read).await;
+    if read.is_err() {
+        // Where the next request begins is not known.
+        session.set_keepalive(None);
+    }
+    read
 }
 
 /// Compares in time that depends on the lengths alone.
@@ -206,7 +224,10 @@ fn same(a: &[u8], b: &[u8]) -> bool {
     a.len() == b.len() && a.iter().zip(b).fold(0, |diff, (x, y)| diff | (x ^ y)) == 0
 }
 
-async fn read_body(session: &mut ServerSession, bytes_max: usize) -> Result<Option<Bytes>, Failure> {
+/// The whole body; `None` when the client left. It must arrive within `limit`, and another second per piece of
+/// [`BODY_BYTES_PER_SECOND_MIN`] that came.
+async fn read_body(session: &mut ServerSession, bytes_max: usize, limit: Duration) -> Result<Option<Bytes>, Failure> {
+    let began = Instant::now();
     let too_large = |bytes: u64| {
         let what =
             format!("the request body has at least {bytes} bytes, the limit is {bytes_max} (--max-payload-size)");
@@ -222,18 +243,32 @@ async fn read_body(session: &mut ServerSession, bytes_max: usize) -> Result<Opti
     }
     let mut body = BytesMut::with_capacity(declared.map_or(0, |d| (d as usize).min(BODY_RESERVED_BYTES_MAX)));
     loop {
-        match session.read_request_body().await {
+        let earned = Duration::from_secs((body.len() / BODY_BYTES_PER_SECOND_MIN) as u64);
+        let Ok(read) = timeout_at((began + limit + earned).into(), session.read_request_body()).await else {
+            return Err(too_slow(body.len()));
+        };
+        match read {
             Ok(Some(piece)) if body.len() + piece.len() > bytes_max => {
                 return Err(too_large((body.len() + piece.len()) as u64));
             }
             Ok(Some(piece)) => body.extend_from_slice(&piece),
             Ok(None) => return Ok(Some(body.freeze())),
+            Err(error) if *error.etype() == ErrorType::ReadTimedout => return Err(too_slow(body.len())),
+            Err(error) if error.etype().as_str() == INVALID_CHUNK => {
+                tracing::debug!(%error, "malformed chunk");
+                return Err(Failure::client(400, "malformed_body", "the request body's chunked coding is malformed"));
+            }
             Err(error) => {
                 tracing::debug!(%error, "the client left in the middle of its body");
                 return Ok(None);
             }
         }
     }
+}
+
+fn too_slow(bytes: usize) -> Failure {
+    let what = format!("the request body did not arrive in time, {bytes} bytes of it came; send it again, faster");
+    Failure::client(408, "client_read_timeout", what)
 }
 
 fn checked(

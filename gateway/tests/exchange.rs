@@ -653,6 +653,10 @@ async fn operators_questions() {
     assert_eq!(get("/get_loads").await.1["workers"][1], json!({"worker": d.url(), "load": 7}));
     let flushed = gateway.client.post(gateway.url("/flush_cache")).bearer_auth("secret").send().await.unwrap();
     assert_eq!(flushed.json::<Value>().await.unwrap()["status"], "success");
+    let abort =
+        gateway.client.post(gateway.url("/abort_request")).bearer_auth("secret").body("{}").send().await.unwrap();
+    let (status, _, error) = error_of(abort).await;
+    assert_eq!((status, &error["code"]), (400, &json!("no_rid")), "the workers' own word");
     let (status, code, _) = error_of(gateway.chat(false).await).await;
     assert_eq!((status, code.as_str()), (401, "invalid_api_key"));
     let metrics = gateway.metrics().await;
@@ -729,4 +733,155 @@ async fn a_busy_port_is_a_start_error() {
     let error =
         tandem_gateway::serve(args.checked().unwrap(), tandem_gateway::Stop::Channel(stopped), |_| ()).unwrap_err();
     assert!(error.to_string().contains("choose another port"), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_frozen_worker_fails_its_legs_is_not_used_and_serves_again_when_it_wakes() {
+    for side in ["prefill", "decode"] {
+        let (play_p, mut p_told) = hang();
+        let (play_d, mut d_told) = hang();
+        let mut p = Worker::start("prefill", play_p).await;
+        let mut d = Worker::start("decode", play_d).await;
+        let args = GatewayArgs { probe_timeout_ms: Some(300), ..pd_args(&[&p], &[&d]) };
+        let gateway = Gateway::start(args).await;
+        gateway.until_ready().await;
+        let both = async { tokio::join!(gateway.chat(true), gateway.chat(false)) };
+        let freeze = async {
+            for _ in 0..2 {
+                p.next().await;
+                d.next().await;
+            }
+            let worker = if side == "prefill" { &p } else { &d };
+            worker.frozen.send_replace(true);
+        };
+        let ((streamed, whole), ()) = tokio::join!(both, freeze);
+        for answer in [streamed, whole] {
+            let (status, code, error) = error_of(answer).await;
+            assert_eq!((status, code), (504, format!("{side}_silent")), "{error}");
+            assert!(error["message"].as_str().unwrap().contains("/health"), "{error}");
+            within("the close of P's leg", p_told.recv()).await.unwrap();
+            within("the close of D's leg", d_told.recv()).await.unwrap();
+        }
+        gateway.until_idle().await;
+        let began = Instant::now();
+        let (status, code, _) = error_of(gateway.chat(false).await).await;
+        assert_eq!((status, code), (503, format!("no_{side}_worker")));
+        assert!(began.elapsed() < Duration::from_millis(900), "a silent worker is not waited for");
+        (if side == "prefill" { &p } else { &d }).frozen.send_replace(false);
+        gateway.until_ready().await;
+        let again = tokio::join!(gateway.chat(true), async {
+            p.next().await;
+            d.next().await;
+            d.kill().await
+        });
+        let (_, code, _) = error_of(again.0).await;
+        assert_eq!(code, "decode_transport_error", "the request reached D");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_of_a_worker_that_freezes_ends_with_an_event() {
+    let p = Worker::start("prefill", well).await;
+    let d = Worker::start("decode", |_, socket| async {
+        let mut socket = say(socket, format!("{SSE_HEAD}{}", chunk(&token("Pa")))).await?;
+        closed(&mut socket).await;
+        None
+    })
+    .await;
+    let gateway = Gateway::start(GatewayArgs { probe_timeout_ms: Some(300), ..pd_args(&[&p], &[&d]) }).await;
+    gateway.until_ready().await;
+    let mut answer = gateway.chat(true).await;
+    within("a token", answer.chunk()).await.unwrap().unwrap();
+    d.frozen.send_replace(true);
+    let rest = within("the end", answer.text()).await.unwrap();
+    assert!(rest.contains("decode_silent") && rest.ends_with("\n\n") && !rest.contains("[DONE]"), "{rest}");
+}
+
+/// Sends raw bytes and reads to the connection's end.
+async fn to_the_end(gateway: &Gateway, bytes: &[u8]) -> String {
+    let mut client = gateway.connect().await;
+    client.write_all(bytes).await.unwrap();
+    let mut seen = Vec::new();
+    let _ = within("the end of the connection", client.read_to_end(&mut seen)).await;
+    String::from_utf8(seen).unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn ambiguous_heads_and_malformed_bodies_are_refused_with_words() {
+    let w = Worker::start("null", well).await;
+    let gateway = Gateway::start(GatewayArgs { worker_urls: vec![w.url()], ..Default::default() }).await;
+    gateway.until_ready().await;
+    for (headers, body, code) in [
+        ("content-length: 2", "{}", "malformed_request"),
+        ("host: x\r\ncontent-length: 2, 2", "{}", "malformed_request"),
+        ("host: x\r\ncontent-length: 2\r\ntransfer-encoding: chunked", "2\r\n{}\r\n0\r\n\r\n", "malformed_request"),
+        ("host: x\r\ntransfer-encoding: chunked", "zz\r\n{}\r\n0\r\n\r\n", "malformed_body"),
+        ("host: x\r\ntransfer-encoding: chunked", "ffffffffffffffff\r\n{}\r\n", "malformed_body"),
+    ] {
+        let text = format!("POST /v1/chat/completions HTTP/1.1\r\n{headers}\r\n\r\n{body}");
+        let seen = to_the_end(&gateway, text.as_bytes()).await;
+        assert!(seen.starts_with("HTTP/1.1 400 ") && seen.contains(code), "{headers}: {seen}");
+        assert!(seen.contains("\"error\""), "{seen}");
+    }
+    assert_eq!(gateway.chat(false).await.status(), 200);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_that_drips_is_let_go() {
+    let w = Worker::start("null", well).await;
+    let args = GatewayArgs { worker_urls: vec![w.url()], client_read_timeout_secs: Some(1), ..Default::default() };
+    let gateway = Gateway::start(args).await;
+    gateway.until_ready().await;
+    for (start, expected) in [
+        ("POST /v1/chat/completions HTTP/1.1\r\nx: ", ""),
+        ("POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999\r\n\r\n{", "HTTP/1.1 408 "),
+    ] {
+        let (mut read, mut write) = gateway.connect().await.into_split();
+        write.write_all(start.as_bytes()).await.unwrap();
+        let drip = async {
+            while write.write_all(b" ").await.is_ok() {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+            std::future::pending::<()>().await
+        };
+        let mut seen = Vec::new();
+        tokio::select! {
+            _ = within("the end of the connection", read.read_to_end(&mut seen)) => {}
+            () = drip => unreachable!(),
+        }
+        let seen = String::from_utf8(seen).unwrap();
+        assert!(seen.starts_with(expected) && seen.is_empty() == expected.is_empty(), "{seen}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_http_1_0_client_gets_a_stream_without_chunks() {
+    let (go, went) = watch::channel(false);
+    let w = Worker::start("null", move |_, socket| {
+        let mut went = went.clone();
+        async move {
+            let socket = say(socket, format!("{SSE_HEAD}{}", chunk(&token("Pa")))).await?;
+            went.wait_for(|went| *went).await.ok()?;
+            say(socket, format!("{}0\r\n\r\n", chunk(&finish()))).await
+        }
+    })
+    .await;
+    let gateway = Gateway::start(GatewayArgs { worker_urls: vec![w.url()], ..Default::default() }).await;
+    gateway.until_ready().await;
+    let body = r#"{"stream":true}"#;
+    let head =
+        format!("POST /v1/chat/completions HTTP/1.0\r\nconnection: keep-alive\r\ncontent-length: {}", body.len());
+    let mut client = gateway.connect().await;
+    client.write_all(format!("{head}\r\n\r\n{body}").as_bytes()).await.unwrap();
+    let mut seen = Vec::new();
+    while !String::from_utf8_lossy(&seen).contains("Pa") {
+        assert!(within("a token", client.read_buf(&mut seen)).await.unwrap() > 0);
+    }
+    go.send(true).unwrap();
+    within("the end of the connection", client.read_to_end(&mut seen)).await.unwrap();
+    let seen = String::from_utf8(seen).unwrap();
+    let (head, stream) = seen.split_once("\r\n\r\n").unwrap();
+    let head = head.to_ascii_lowercase();
+    assert!(!head.contains("transfer-encoding") && head.contains("connection: close"), "{head}");
+    assert_eq!(stream, format!("{}{}", token("Pa"), finish()));
 }

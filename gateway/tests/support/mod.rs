@@ -53,6 +53,8 @@ pub struct Worker {
     pub address: SocketAddr,
     pub got: mpsc::Receiver<Got>,
     pub connections: Arc<AtomicUsize>,
+    /// While true no new request gets an answer, as of a stopped process: connections stand, bytes are taken.
+    pub frozen: watch::Sender<bool>,
     stop: Option<oneshot::Sender<()>>,
     stopped: Option<oneshot::Receiver<()>>,
 }
@@ -92,32 +94,22 @@ impl Worker {
         let (stop, mut stopping) = oneshot::channel();
         let (done, stopped) = oneshot::channel();
         let connections = Arc::new(AtomicUsize::new(0));
-        let accepted = connections.clone();
+        let counts = Counts { connections: connections.clone(), ..Default::default() };
+        let (frozen, freezing) = watch::channel(false);
         tokio::spawn(async move {
             let mut tasks = tokio::task::JoinSet::new();
-            let numbers = Arc::new(AtomicUsize::new(0));
-            let prompts = Arc::new(AtomicUsize::new(0));
             loop {
                 let socket = tokio::select! {
                     accepted = listener.accept() => accepted.unwrap().0,
                     _ = &mut stopping => break,
                 };
-                let serve = serve(
-                    socket,
-                    says,
-                    script.clone(),
-                    tell.clone(),
-                    accepted.clone(),
-                    numbers.clone(),
-                    prompts.clone(),
-                );
-                tasks.spawn(serve);
+                tasks.spawn(serve(socket, says, script.clone(), tell.clone(), counts.clone(), freezing.clone()));
             }
             drop(listener);
             tasks.shutdown().await;
             let _ = done.send(());
         });
-        Worker { address, got, connections, stop: Some(stop), stopped: Some(stopped) }
+        Worker { address, got, connections, frozen, stop: Some(stop), stopped: Some(stopped) }
     }
 
     pub fn url(&self) -> String {
@@ -136,17 +128,27 @@ impl Worker {
     }
 }
 
+#[derive(Clone, Default)]
+struct Counts {
+    connections: Arc<AtomicUsize>,
+    numbers: Arc<AtomicUsize>,
+    prompts: Arc<AtomicUsize>,
+}
+
 async fn serve(
     mut socket: TcpStream,
     says: Says,
     script: Script,
     tell: mpsc::Sender<Got>,
-    connections: Arc<AtomicUsize>,
-    numbers: Arc<AtomicUsize>,
-    prompts: Arc<AtomicUsize>,
+    counts: Counts,
+    mut frozen: watch::Receiver<bool>,
 ) {
+    let Counts { connections, numbers, prompts } = counts;
     let mut connection = None;
     while let Some((head, body)) = read_request(&mut socket).await {
+        if frozen.wait_for(|frozen| !frozen).await.is_err() {
+            return;
+        }
         if head.starts_with("POST /generate") || head.starts_with("POST /v1/") {
             let connection = *connection.get_or_insert_with(|| {
                 connections.fetch_add(1, SeqCst);
@@ -166,6 +168,7 @@ async fn serve(
             "/server_info" => (200, json!({"disaggregation_mode": says.mode, "disaggregation_bootstrap_port": 8998})),
             "/v1/loads" => (200, json!({"loads": [{"num_total_tokens": says.tokens}]})),
             "/v1/models" => (200, json!({"object": "list", "data": [{"id": "mock"}]})),
+            "/abort_request" => (400, json!({"error": {"message": "say a rid", "code": "no_rid"}})),
             "/flush_cache" => (200, json!({})),
             _ => (404, json!({})),
         };
