@@ -28,6 +28,7 @@ pub(crate) mod dialler;
 mod handshake;
 mod hub;
 pub(crate) mod listener;
+mod lobby;
 pub mod stats;
 
 #[cfg(test)]
@@ -103,13 +104,13 @@ pub(crate) fn limits(config: &HandoffConfig) -> Limits {
 
 /// What a client is told when a handoff ends for `cause`: the message is the root cause's, whichever side found it.
 pub(crate) fn sample_error(cause: &Cause) -> SampleError {
-    let kind = match (cause.kind, cause.side) {
-        (CauseKind::Refused, _) => SampleErrorKind::BadRequest,
-        (CauseKind::Aborted, _) => SampleErrorKind::Aborted,
-        (CauseKind::Unavailable, _) => SampleErrorKind::Unavailable,
-        (CauseKind::Timeout, _) => SampleErrorKind::Timeout,
-        (CauseKind::Lost, _) => SampleErrorKind::Peer,
-        (CauseKind::Internal, _) => SampleErrorKind::Internal,
+    let kind = match cause.kind {
+        CauseKind::Refused => SampleErrorKind::BadRequest,
+        CauseKind::Aborted => SampleErrorKind::Aborted,
+        CauseKind::Unavailable => SampleErrorKind::Unavailable,
+        CauseKind::Timeout => SampleErrorKind::Timeout,
+        CauseKind::Lost | CauseKind::Unfit => SampleErrorKind::Peer,
+        CauseKind::Internal => SampleErrorKind::Internal,
     };
     let side = match cause.side {
         Side::Prefill => "prefill worker",

@@ -14,7 +14,7 @@ use tokio::{
     net::TcpSocket,
     runtime::{Builder, Runtime},
     signal::unix::{Signal, SignalKind, signal},
-    sync::{Semaphore, watch},
+    sync::watch,
 };
 
 use crate::{
@@ -31,7 +31,7 @@ use crate::{
     engine::{self, EngineHandle, EngineParts, EngineWaker, RoleDriver},
     error::StartError,
     host,
-    http::{self, App, Facts, body::BodyLimits, listen},
+    http::{self, App, Facts, body::BodyLimits, listen, preparing::Preparing},
     metrics::Metrics,
     prefill_role::PrefillRole,
 };
@@ -128,7 +128,7 @@ impl Worker {
             },
             api_key: settings.http.api_key.clone(),
             stopping: AtomicBool::new(false),
-            preparing: Semaphore::new(host::cores()),
+            preparing: Preparing::new(host::cores()),
         });
         Ok(Worker { app, engine, settings })
     }

@@ -15,8 +15,10 @@ pub enum Side {
 /// What kind of end it was; decides the HTTP status of the leg.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum CauseKind {
-    /// The request can never be served (prompts differ, duplicate room, layouts differ).
+    /// The request can never be served (prompts differ, duplicate room).
     Refused,
+    /// The two workers do not fit each other (model, page size, key, pages offered): no request's fault.
+    Unfit,
     /// The client or an abort ended it.
     Aborted,
     /// Full or shutting down: a retry elsewhere is safe.

@@ -90,7 +90,7 @@ impl Refusal {
 
     /// The peers do not fit each other: trying again changes nothing.
     pub fn unfit(side: Side, message: impl Into<String>) -> Self {
-        Self { cause: Cause::new(side, CauseKind::Refused, message), retry: false }
+        Self { cause: Cause::new(side, CauseKind::Unfit, message), retry: false }
     }
 }
 
@@ -207,7 +207,7 @@ pub(super) async fn welcome(stream: &mut TcpStream, session: SessionId, identity
 }
 
 async fn refuse<T>(stream: &mut TcpStream, message: String) -> Result<T, String> {
-    let cause = Cause::new(Side::Prefill, CauseKind::Refused, message.clone());
+    let cause = Cause::new(Side::Prefill, CauseKind::Unfit, message.clone());
     send(stream, &Greeting::Refused(cause)).await?;
     Err(message)
 }

@@ -1,7 +1,8 @@
 //! P's bootstrap port: `GET /health`, `GET /route`, and Upgrades to control channels and data streams.
 //!
 //! Bounded: connections that have not passed their handshake are capped and have a deadline, heads and frames have size
-//! limits. `GET /route` says no more than a stranger may know.
+//! limits. Over the cap the oldest of them gives way to the newcomer, so that strangers who say nothing keep no decode
+//! worker out. `GET /route` says no more than a stranger may know.
 
 use std::{
     convert::Infallible,
@@ -28,7 +29,6 @@ use tandem_handoff::{
 };
 use tokio::{
     net::{TcpListener, TcpStream},
-    sync::{OwnedSemaphorePermit, Semaphore},
     time::{sleep, timeout},
 };
 
@@ -37,6 +37,7 @@ use super::{
     channel::{Heartbeat, Opened},
     handshake::{self, Key},
     hub::{Hub, NetControl},
+    lobby::{Lobby, Place},
     stats::HandoffStats,
 };
 
@@ -103,7 +104,7 @@ pub(crate) fn start(
 }
 
 async fn accept(context: Arc<Context>, listener: TcpListener) {
-    let unauthenticated = Arc::new(Semaphore::new(UNAUTHENTICATED_MAX));
+    let lobby = Arc::new(Lobby::new(UNAUTHENTICATED_MAX));
     loop {
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
@@ -113,23 +114,23 @@ async fn accept(context: Arc<Context>, listener: TcpListener) {
                 continue;
             }
         };
-        // Over the cap a connection is closed at once: strangers cannot crowd out the workers that are connected.
-        let Ok(permit) = Arc::clone(&unauthenticated).try_acquire_owned() else {
+        let (place, displaced) = Lobby::enter(&lobby);
+        if displaced {
             context.stats.handshake_refused();
-            continue;
-        };
-        tokio::spawn(serve(Arc::clone(&context), stream, permit));
+        }
+        tokio::spawn(serve(Arc::clone(&context), stream, place));
     }
 }
 
 /// One connection serves one request.
-async fn serve(context: Arc<Context>, stream: TcpStream, permit: OwnedSemaphorePermit) {
+async fn serve(context: Arc<Context>, stream: TcpStream, place: Place) {
     if stream.set_nodelay(true).is_err() {
         return;
     }
-    let permit = Arc::new(permit);
+    let place = Arc::new(place);
+    let held = Arc::clone(&place);
     let service = service_fn(move |request| {
-        let response = respond(&context, request, &permit);
+        let response = respond(&context, request, &held);
         async move { Ok::<_, Infallible>(response) }
     });
     let connection = http1::Builder::new()
@@ -140,14 +141,13 @@ async fn serve(context: Arc<Context>, stream: TcpStream, permit: OwnedSemaphoreP
         .serve_connection(TokioIo::new(stream), service)
         .with_upgrades();
     // An error here is the client's: it left, or did not speak HTTP.
-    let _ = timeout(HANDSHAKE_TIMEOUT, connection).await;
+    tokio::select! {
+        _ = timeout(HANDSHAKE_TIMEOUT, connection) => {}
+        () = place.displaced() => {}
+    }
 }
 
-fn respond(
-    context: &Arc<Context>,
-    mut request: Request<Incoming>,
-    permit: &Arc<OwnedSemaphorePermit>,
-) -> Response<Full<Bytes>> {
+fn respond(context: &Arc<Context>, mut request: Request<Incoming>, place: &Arc<Place>) -> Response<Full<Bytes>> {
     let known = ["/health", "/route", HANDOFF_PATH].contains(&request.uri().path());
     if known && request.method() != Method::GET {
         return plain(StatusCode::METHOD_NOT_ALLOWED, "only GET is served here");
@@ -163,7 +163,7 @@ fn respond(
                 _ => return plain(StatusCode::UPGRADE_REQUIRED, "this path is for decode workers"),
             };
             let upgrade = hyper::upgrade::on(&mut request);
-            tokio::spawn(upgraded(Arc::clone(context), upgrade, protocol, Arc::clone(permit)));
+            tokio::spawn(upgraded(Arc::clone(context), upgrade, protocol, Arc::clone(place)));
             let mut response = Response::new(Full::default());
             *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
             response.headers_mut().insert(CONNECTION, http::HeaderValue::from_static("upgrade"));
@@ -188,36 +188,45 @@ fn route() -> Response<Full<Bytes>> {
     response
 }
 
-/// The connection has left HTTP. The permit is held until its handshake is over.
+/// The connection has left HTTP. Its place is held until its handshake is over.
 async fn upgraded(
     context: Arc<Context>,
     upgrade: hyper::upgrade::OnUpgrade,
     protocol: &'static str,
-    permit: Arc<OwnedSemaphorePermit>,
+    place: Arc<Place>,
 ) {
     let Some(mut stream) = raw_stream(upgrade.await) else {
         return;
     };
     let outcome = if protocol == CONTROL_PROTOCOL {
-        match timeout(HANDSHAKE_TIMEOUT, open_channel(&context, &mut stream)).await {
-            Ok(Ok(opened)) => {
-                drop(permit);
+        match in_time(&place, open_channel(&context, &mut stream)).await {
+            Ok(opened) => {
+                drop(place);
                 context.stats.channel_opened();
                 opened.run(Arc::clone(&context.hub), None, stream).await;
                 return;
             }
-            Ok(Err(why)) => why,
-            Err(_) => "the handshake took too long".to_owned(),
+            Err(why) => why,
         }
     } else {
-        match timeout(HANDSHAKE_TIMEOUT, open_stream(&context, stream)).await {
-            Ok(Ok(())) => return,
-            Ok(Err(why)) => why,
-            Err(_) => "the handshake took too long".to_owned(),
+        match in_time(&place, open_stream(&context, stream)).await {
+            Ok(()) => return,
+            Err(why) => why,
         }
     };
     context.stats.handshake_refused();
     tracing::warn!(protocol, why = outcome, "a decode worker was refused");
+}
+
+/// A handshake that neither its deadline nor a newcomer cuts short.
+async fn in_time<T>(place: &Place, handshake: impl Future<Output = Result<T, String>>) -> Result<T, String> {
+    tokio::select! {
+        biased;
+        outcome = timeout(HANDSHAKE_TIMEOUT, handshake) => {
+            outcome.unwrap_or_else(|_| Err("the handshake took too long".to_owned()))
+        }
+        () = place.displaced() => Err("too many connections have not passed their handshake".to_owned()),
+    }
 }
 
 /// The socket behind an upgraded connection. `None` when the peer sent bytes before the upgrade was answered.

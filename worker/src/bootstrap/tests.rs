@@ -252,7 +252,7 @@ fn workers_that_differ_are_refused_by_name() {
     let (now, ticket) = (pair.now(), pair.ticket_at("127.0.0.1", 7));
     pair.d.reserve(now, now, SeqId(1), &ticket, &PROMPT, PublishedPages::new(vec![0, 1]));
     let (kind, message) = pair.d_failure(1);
-    assert_eq!(kind, SampleErrorKind::BadRequest);
+    assert_eq!(kind, SampleErrorKind::Peer, "no fault of the request");
     for named in ["model fingerprint", "page size (prefill 4, decode 8)"] {
         assert!(message.contains(named), "{message}");
     }
@@ -279,8 +279,8 @@ fn only_workers_with_the_same_key_speak_to_each_other() {
             pair.assert_serves(1, 7);
         } else {
             pair.ask(1, 7, &[3, 0, 6]);
-            let (_, message) = pair.d_failure(1);
-            assert!(message.contains("key"), "{message}");
+            let (kind, message) = pair.d_failure(1);
+            assert!(kind == SampleErrorKind::Peer && message.contains("key"), "{message}");
             pair.until_d_quiet();
             assert_eq!(pair.stats.bytes_posted.load(Ordering::Relaxed), 0);
         }
@@ -402,4 +402,13 @@ fn the_port_answers_strangers_briefly_and_garbage_harms_nobody() {
         let _ = stream.read_to_end(&mut Vec::new());
     }
     pair.assert_serves(2, 8);
+}
+
+#[test]
+fn strangers_that_say_nothing_keep_no_decode_worker_out() {
+    let mut pair = Pair::same();
+    let silent: Vec<TcpStream> =
+        (0..300).map(|_| TcpStream::connect(("127.0.0.1", pair.port)).expect("connect")).collect();
+    pair.assert_serves(1, 7);
+    drop(silent);
 }

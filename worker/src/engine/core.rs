@@ -21,7 +21,7 @@ use crate::{
     kv::page::Lease,
     output::Detokenizers,
     request::{SampleError, SampleErrorKind, SeqId},
-    sampling::{self, Scratch},
+    sampling::{self, SamplingFault, Scratch},
     scheduler::{Limits, Plan, Planned, Scheduler},
 };
 
@@ -182,7 +182,13 @@ impl Core {
                     false => self.put_out(id, token, logprob),
                 }
             }
-            Err(fault) => self.end(now, id, SampleErrorKind::Internal, format!("no token could be sampled: {fault}")),
+            Err(fault) => {
+                let kind = match fault {
+                    SamplingFault::AllBanned(_) => SampleErrorKind::BadRequest,
+                    SamplingFault::NotANumber(_) | SamplingFault::NothingLeft(_) => SampleErrorKind::Internal,
+                };
+                self.end(now, id, kind, format!("no token could be sampled: {fault}"));
+            }
         }
     }
 

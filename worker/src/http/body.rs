@@ -1,4 +1,6 @@
 //! A request's body: read within a limit and a deadline, then parsed with errors that name the field.
+//!
+//! A body over the limit is refused unread: the listener throws the rest away once the answer is out.
 
 use std::{borrow::Cow, time::Duration};
 
@@ -8,11 +10,6 @@ use http_body_util::BodyExt;
 use serde::de::DeserializeOwned;
 
 use super::{error::ApiError, fields::Object};
-
-/// After a body over the limit, this much more is read and thrown away, so that a client that sends before it reads
-/// still sees the 413 instead of a reset.
-const DISCARD_BYTES_MAX: usize = 64 << 20;
-const DISCARD_TIME_MAX: Duration = Duration::from_secs(5);
 
 /// What a worker takes of a body.
 #[derive(Clone, Copy, Debug)]
@@ -39,7 +36,6 @@ pub async fn read(headers: &HeaderMap, body: Body, limits: BodyLimits) -> Result
 
 async fn collect(mut body: Body, announced: Option<u64>, bytes_max: usize) -> Result<Bytes, ApiError> {
     if announced.is_some_and(|bytes| bytes > bytes_max as u64) {
-        discard(body).await;
         return Err(too_large(bytes_max, announced));
     }
     let mut whole = Vec::with_capacity(announced.unwrap_or(0) as usize);
@@ -47,26 +43,11 @@ async fn collect(mut body: Body, announced: Option<u64>, bytes_max: usize) -> Re
         let frame = frame.map_err(|e| ApiError::malformed(format!("the body broke off: {e}")))?;
         let Ok(data) = frame.into_data() else { continue };
         if whole.len() + data.len() > bytes_max {
-            discard(body).await;
             return Err(too_large(bytes_max, None));
         }
         whole.extend_from_slice(&data);
     }
     Ok(whole.into())
-}
-
-async fn discard(mut body: Body) {
-    let drain = async {
-        let mut left = DISCARD_BYTES_MAX;
-        while let Some(Ok(frame)) = body.frame().await {
-            left = left.saturating_sub(frame.data_ref().map_or(0, Bytes::len));
-            if left == 0 {
-                break;
-            }
-        }
-    };
-    // Whether the rest came or not, the answer is the same.
-    let _ = tokio::time::timeout(DISCARD_TIME_MAX, drain).await;
 }
 
 fn too_large(bytes_max: usize, announced: Option<u64>) -> ApiError {
@@ -98,6 +79,9 @@ pub fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, ApiError> {
 fn describe(text: &str, error: &serde_json::Error, path: Option<String>) -> ApiError {
     if text.trim_ascii().is_empty() {
         return ApiError::malformed("the body is empty; send a JSON object");
+    }
+    if text.starts_with('\u{feff}') {
+        return ApiError::malformed("the body begins with a byte order mark, which JSON forbids; send it without");
     }
     let cause = cause(text, error);
     if let Some(word) = number_that_is_none(text, error) {
@@ -139,16 +123,17 @@ fn number_that_is_none(text: &str, error: &serde_json::Error) -> Option<&'static
     if !error.is_syntax() {
         return None;
     }
-    let line = text.lines().nth(error.line().checked_sub(1)?)?;
-    let around = line.get(error.column().saturating_sub(3)..).unwrap_or("");
-    ["NaN", "Infinity"].into_iter().find(|word| {
-        // The parser stops at the word's first letter, or at a minus sign's successor.
-        around.bytes().take(3).enumerate().any(|(at, _)| around[at..].starts_with(word))
-    })
+    // Lines end where the parser counts them, and its columns are bytes: neither needs to be a character's boundary.
+    let line = text.as_bytes().split(|&byte| byte == b'\n').nth(error.line().checked_sub(1)?)?;
+    let around = line.get(error.column().saturating_sub(3)..).unwrap_or_default();
+    // The parser stops at the word's first letter, or at a minus sign's successor.
+    let starts = (0..around.len().min(3)).map(|at| &around[at..]);
+    starts.flat_map(|start| ["NaN", "Infinity"].into_iter().find(|word| start.starts_with(word.as_bytes()))).next()
 }
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
     use serde::Deserialize;
 
     use super::*;
@@ -210,6 +195,40 @@ mod tests {
             let error = parse::<Outer>(body.as_bytes()).unwrap_err();
             assert_eq!((error.code, error.param.as_deref()), ("missing_required_parameter", Some(field)));
         }
+    }
+
+    #[test]
+    fn a_malformed_body_may_hold_any_characters() {
+        for body in ["é", "{éé", "{\"prompt\":\"é\u{1}\"}", "{\"é\u{1}\":1}", "\"😀\\q", "{é", "é\r\n😀\u{1}"]
+        {
+            let error = refusal(body.as_bytes());
+            assert_eq!(error.status, StatusCode::BAD_REQUEST, "{body:?}");
+        }
+        let marked = refusal("\u{feff}{\"temperature\": 1}".as_bytes());
+        assert!(marked.message.contains("byte order mark"), "{}", marked.message);
+        assert!(refusal("{\"é\":\n-NaN}".as_bytes()).message.contains("NaN"));
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_a_value_or_a_400(body: Vec<u8>) {
+            check_any(&body)?;
+        }
+
+        #[test]
+        fn any_text_that_is_nearly_json_is_a_value_or_a_400(
+            body in "(\\{|\\}|\\[|\\]|\"|:|,|-|NaN|Infinity|temperature|[0-9]|\\\\u?|é|😀|\u{1}|\r|\n|\u{feff}){0,24}",
+        ) {
+            check_any(body.as_bytes())?;
+            check_any(format!("{{\"temperature\":{body}}}").as_bytes())?;
+        }
+    }
+
+    fn check_any(body: &[u8]) -> Result<(), TestCaseError> {
+        if let Err(error) = parse::<Sample>(body) {
+            prop_assert_eq!(error.status, StatusCode::BAD_REQUEST);
+        }
+        Ok(())
     }
 
     #[test]

@@ -102,6 +102,10 @@ impl IntoResponse for ApiError {
             StatusCode::UNAUTHORIZED => {
                 headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
             }
+            // The body was not read to its end: no request can follow on this connection.
+            StatusCode::PAYLOAD_TOO_LARGE => {
+                headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
+            }
             _ => {}
         }
         response

@@ -24,7 +24,6 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 use rand::RngCore;
 use serde::Serialize;
 use tandem_model::{Generation, Tokenizer};
-use tokio::sync::Semaphore;
 use tower_http::catch_panic::CatchPanicLayer;
 
 use self::{
@@ -34,6 +33,7 @@ use self::{
     generate::Generate,
     openai::{chat::Chat, completions::Completions, reply::Reply},
     port::EnginePort,
+    preparing::Preparing,
     prompt::Batch,
 };
 use crate::{
@@ -52,6 +52,7 @@ pub mod listen;
 pub mod openai;
 pub mod params;
 pub mod port;
+pub mod preparing;
 pub mod prompt;
 pub mod sse;
 
@@ -130,8 +131,7 @@ pub struct App {
     pub api_key: Option<String>,
     /// Set at the signal to stop: new work is turned away, running work goes on.
     pub stopping: AtomicBool,
-    /// Long bodies that are parsed and tokenized at once.
-    pub preparing: Semaphore,
+    pub preparing: Preparing,
 }
 
 /// When a request came, and under which name.
@@ -160,12 +160,8 @@ impl App {
         if bytes.len() <= INLINE_BYTES_MAX {
             return make(self, &bytes);
         }
-        let _turn = self.preparing.acquire().await.map_err(|e| ApiError::internal(e.to_string()))?;
         let app = self.clone();
-        match tokio::task::spawn_blocking(move || make(&app, &bytes)).await {
-            Ok(made) => made,
-            Err(panicked) => Err(ApiError::internal(format!("preparing the request failed: {panicked}"))),
-        }
+        self.preparing.run(bytes.len(), move || make(&app, &bytes)).await?
     }
 
     /// Gives the samples to the engine.

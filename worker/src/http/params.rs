@@ -16,6 +16,8 @@ pub const SAMPLES_MAX: usize = 1024;
 const STOPS_MAX: usize = 64;
 const STOP_BYTES_MAX: usize = 4096;
 const LOGIT_BIAS_MAX: usize = 4096;
+/// A logit divided by less could leave the numbers that f32 has.
+const REPETITION_PENALTY_MIN: f64 = 0.01;
 
 /// What a dialect of the API assumes where the client is silent.
 #[derive(Clone, Copy, Debug)]
@@ -59,11 +61,9 @@ pub fn sampling(
     let min_p = fields.min_p.or_else(|| from_model(|g| g.min_p)).unwrap_or(0.0);
     let repetition = fields.repetition_penalty.or_else(|| from_model(|g| g.repetition_penalty)).unwrap_or(1.0);
     let top_p = float("top_p", top_p, 0.0, 1.0)?;
-    let repetition_penalty = float("repetition_penalty", repetition, 0.0, 2.0)?;
-    for (field, value) in [("top_p", top_p), ("repetition_penalty", repetition_penalty)] {
-        if value == 0.0 {
-            return Err(ApiError::invalid(field, format!("{field} must be above 0")));
-        }
+    let repetition_penalty = float("repetition_penalty", repetition, REPETITION_PENALTY_MIN, 2.0)?;
+    if top_p == 0.0 {
+        return Err(ApiError::invalid("top_p", "top_p must be above 0"));
     }
     let seed = fields.seed.or(fields.sampling_seed).map(|seed| seed as u64);
     let params = SamplingParams {
@@ -285,6 +285,8 @@ mod tests {
             (r#"{"frequency_penalty": 3}"#, "frequency_penalty"),
             (r#"{"presence_penalty": -3}"#, "presence_penalty"),
             (r#"{"repetition_penalty": 0}"#, "repetition_penalty"),
+            (r#"{"repetition_penalty": 1e-40}"#, "repetition_penalty"),
+            (r#"{"repetition_penalty": 2.5}"#, "repetition_penalty"),
             (r#"{"logit_bias": {"100": 1}}"#, "logit_bias"),
             (r#"{"logit_bias": {"x": 1}}"#, "logit_bias"),
             (r#"{"logit_bias": {"1": 101}}"#, "logit_bias"),

@@ -70,9 +70,17 @@ pub fn encode(app: &App, prompts: Prompts, field: &'static str) -> Result<Vec<To
 }
 
 /// `special`: whether the tokenizer adds its special tokens; a rendered chat has them already.
+///
+/// # Errors
+/// 400 for an empty text, and for one that cannot fit, however it is tokenized.
 pub fn encode_text(app: &App, text: &str, special: bool, field: &'static str) -> Result<Tokens, ApiError> {
     if text.is_empty() {
         return Err(ApiError::invalid(field, format!("{field} is empty or has an empty entry")));
+    }
+    // Known without the cost of tokenizing, so that a text far too long costs nothing.
+    let at_least = app.tokenizer.tokens_min(text);
+    if at_least >= app.facts.model_len_max() as usize {
+        return Err(too_long(app, &format!("at least {at_least}"), field));
     }
     let tokens = app
         .tokenizer
@@ -125,20 +133,17 @@ pub fn batch(app: &App, prompts: Vec<Tokens>, shared: Shared<'_>) -> Result<Batc
 /// Tokens that fit after a prompt, at least one.
 fn answer_tokens_max(app: &App, prompt: usize, field: &'static str) -> Result<u32, ApiError> {
     let limit = app.facts.model_len_max() as usize;
-    if prompt < limit {
-        return Ok((limit - prompt) as u32);
-    }
+    if prompt < limit { Ok((limit - prompt) as u32) } else { Err(too_long(app, &prompt.to_string(), field)) }
+}
+
+fn too_long(app: &App, prompt: &str, field: &'static str) -> ApiError {
     let (what, flag) = limit_words(app);
-    Err(ApiError {
-        code: "context_length_exceeded",
-        ..ApiError::invalid(
-            field,
-            format!(
-                "the prompt has {prompt} tokens, but {what} {limit} tokens ({flag}), of which the answer needs at \
-                 least one: shorten the prompt"
-            ),
-        )
-    })
+    let limit = app.facts.model_len_max();
+    let message = format!(
+        "the prompt has {prompt} tokens, but {what} {limit} tokens ({flag}), of which the answer needs at least one: \
+         shorten the prompt"
+    );
+    ApiError { code: "context_length_exceeded", ..ApiError::invalid(field, message) }
 }
 
 /// Whether the answer that the client asked for fits behind the prompt. As OpenAI and SGLang do, a number that was given

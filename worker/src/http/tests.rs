@@ -179,7 +179,7 @@ impl Bench {
             body_limits: BodyLimits { bytes_max: 100_000, time_max: Duration::from_secs(5) },
             api_key: api_key.map(Into::into),
             stopping: AtomicBool::new(false),
-            preparing: Semaphore::new(1),
+            preparing: Preparing::new(1),
         };
         Bench { engine, router: router(Arc::new(app)) }
     }
@@ -366,6 +366,7 @@ async fn bad_requests_say_what_is_wrong() {
     let bench = Bench::new(Role::Null, says_ab);
     let long: Vec<u32> = vec![35; 64];
     let huge = "x".repeat(200_000);
+    let hopeless = "x".repeat(90_000);
     for (path, body, status, part) in [
         ("/v1/chat/completions", json!({"messages": []}), 400, "messages has 0 entries"),
         (
@@ -405,6 +406,9 @@ async fn bad_requests_say_what_is_wrong() {
         ("/v1/completions", json!({"prompt": {"a": 1}}), 400, "expected a string, a list of strings"),
         ("/v1/completions", json!({"prompt": [512]}), 400, "token ids go from 0 to 511"),
         ("/v1/completions", json!({"prompt": long}), 400, "the prompt has 64 tokens, but the context length is 64"),
+        ("/v1/completions", json!({"prompt": hopeless}), 400, "the prompt has at least "),
+        ("/generate", json!({"text": ["a", hopeless]}), 400, " tokens, but the context length is 64"),
+        ("/v1/chat/completions", chat(json!({"messages": [{"role": "user", "content": hopeless}]})), 400, "at least "),
         ("/v1/completions", json!({"prompt": "a", "n": 2000}), 400, "n is 2000"),
         ("/v1/completions", json!({"prompt": huge}), 413, "100000 bytes at most"),
         ("/generate", json!({}), 400, "exactly one of text and input_ids"),

@@ -102,8 +102,14 @@ impl SamplerState {
 pub enum SamplingFault {
     #[error("the model's logits at output position {0} are not numbers")]
     NotANumber(u32),
-    #[error("every token is banned at output position {0} (min_tokens with a vocabulary of ending tokens only)")]
+    #[error("the model's logits at output position {0} leave no token")]
     NothingLeft(u32),
+    /// The request's fault.
+    #[error(
+        "min_tokens forbids every token that is left at output position {0}: stop_token_ids and the model's own end \
+         tokens may not be had below min_tokens; ask for a smaller min_tokens or fewer stop_token_ids"
+    )]
+    AllBanned(u32),
 }
 
 /// Buffers that live across tokens, so that sampling allocates nothing per token.
@@ -126,7 +132,12 @@ pub fn sample(logits: &[f32], state: &SamplerState, scratch: &mut Scratch) -> Re
     row.clear();
     row.extend_from_slice(logits);
     state.adjust(row);
-    let (token, max) = greatest(row, state.position)?;
+    let (token, max) = greatest(row, state.position).map_err(|fault| match fault {
+        SamplingFault::NothingLeft(position) if greatest(logits, position).is_ok() => {
+            SamplingFault::AllBanned(position)
+        }
+        other => other,
+    })?;
     if greedy {
         return Ok(token);
     }

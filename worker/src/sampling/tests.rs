@@ -55,6 +55,17 @@ fn numbers_that_are_none_are_refused_by_name() {
 }
 
 #[test]
+fn a_request_that_bans_every_token_is_told_apart_from_a_model_that_gives_none() {
+    let banning = SamplingParams { min_tokens: 1, stop_token_ids: vec![0, 1], ..params() };
+    for temperature in [0.0, 1.0] {
+        let state = state(SamplingParams { temperature, ..banning.clone() }, &[]);
+        let sampled = |row: &[f32]| sample(row, &state, &mut Scratch::default());
+        assert_eq!(sampled(&[1.0, 2.0]), Err(SamplingFault::AllBanned(0)));
+        assert_eq!(sampled(&[f32::NEG_INFINITY; 2]), Err(SamplingFault::NothingLeft(0)));
+    }
+}
+
+#[test]
 fn frequencies_of_draws_follow_the_distribution() {
     let mut sampler = state(SamplingParams { temperature: 1.0, ..params() }, &[]);
     let row = [0.5f32.ln(), 0.3f32.ln(), 0.2f32.ln()];

@@ -192,19 +192,20 @@ fn compare(page_size: u32, prompt: &[u32], pages: usize, peer_pages: u32, reserv
             prompt.len()
         ));
     }
+    let unfit = |message: String| Err(Cause::new(Side::Prefill, CauseKind::Unfit, message));
     let held = reserve.held_tokens;
     if !held.is_multiple_of(page_size) || held as usize > prompt.len() {
-        return refuse(format!("the decode worker holds {held} tokens, which is no whole-page prefix of the prompt"));
+        return unfit(format!("the decode worker holds {held} tokens, which is no whole-page prefix of the prompt"));
     }
     if prompt_hash(&prompt[..held as usize]) != reserve.held_hash {
-        return refuse(format!("the {held} tokens that the decode worker holds are not the prompt's first ones"));
+        return unfit(format!("the {held} tokens that the decode worker holds are not the prompt's first ones"));
     }
     let needed = pages - (held / page_size) as usize;
     if reserve.pages.len() != needed {
-        return refuse(format!("the decode worker offered {} pages, {needed} are needed", reserve.pages.len()));
+        return unfit(format!("the decode worker offered {} pages, {needed} are needed", reserve.pages.len()));
     }
     if let Some(page) = reserve.pages.iter().find(|&&page| page >= peer_pages) {
-        return refuse(format!("the decode worker offered page {page} of a pool of {peer_pages}"));
+        return unfit(format!("the decode worker offered page {page} of a pool of {peer_pages}"));
     }
     Ok(())
 }

@@ -107,6 +107,7 @@ impl<'a> Reader<'a> {
             3 => CauseKind::Timeout,
             4 => CauseKind::Lost,
             5 => CauseKind::Internal,
+            6 => CauseKind::Unfit,
             other => return Err(WireError::Unknown { field: "cause", value: other.into() }),
         };
         Ok(Cause::new(side, kind, self.text(MESSAGE_BYTES_MAX, "message")?))
@@ -175,6 +176,7 @@ impl Writer {
             CauseKind::Timeout => 3,
             CauseKind::Lost => 4,
             CauseKind::Internal => 5,
+            CauseKind::Unfit => 6,
         };
         self.u8(side).u8(kind).text(cause.message(), MESSAGE_BYTES_MAX)
     }

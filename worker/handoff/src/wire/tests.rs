@@ -26,6 +26,7 @@ fn cause() -> impl Strategy<Value = Cause> {
         CauseKind::Timeout,
         CauseKind::Lost,
         CauseKind::Internal,
+        CauseKind::Unfit,
     ];
     (any::<bool>(), prop::sample::select(kinds.to_vec()), ".{0,2000}").prop_map(|(prefill, kind, message)| {
         Cause::new(if prefill { Side::Prefill } else { Side::Decode }, kind, message)

@@ -110,6 +110,12 @@ fn byte_alphabet() -> [Option<u8>; 0x144] {
     bytes
 }
 
+/// The characters of the table, one for each byte.
+pub(super) fn alphabet_characters() -> impl Iterator<Item = char> {
+    let table = byte_alphabet();
+    (0u32..).zip(table).filter_map(|(at, byte)| byte.and_then(|_| char::from_u32(at)))
+}
+
 /// A token with a character outside the alphabet (an added one) stands for its own text.
 fn push_byte_level(text: &str, alphabet: &[Option<u8>; 0x144], block: &mut Vec<u8>) {
     let start = block.len();

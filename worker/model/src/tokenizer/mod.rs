@@ -3,6 +3,7 @@
 //! Encoding is the `tokenizers` library's. Decoding is our own table of each token's bytes, since a server decodes
 //! one token at a time and must never cut a character: see [`StreamDecoder`].
 
+mod bound;
 mod bytes;
 mod stream;
 mod template;
@@ -14,6 +15,7 @@ pub use stream::StreamDecoder;
 pub use template::{ChatInput, SpecialTokens};
 
 use crate::error::{ModelError, TokenizerError};
+use bound::TokenBound;
 use bytes::TokenBytes;
 use template::ChatTemplate;
 
@@ -47,6 +49,7 @@ pub struct Tokenizer(Arc<Inner>);
 struct Inner {
     tokenizer: tokenizers::Tokenizer,
     bytes: TokenBytes,
+    bound: TokenBound,
     special: HashSet<u32>,
     special_tokens: SpecialTokens,
     template: Option<ChatTemplate>,
@@ -59,10 +62,11 @@ impl Tokenizer {
         tokenizer.with_truncation(None).map_err(|error| TokenizerFault::Tokenizer(error.to_string()))?;
         tokenizer.with_padding(None);
         let bytes = TokenBytes::new(&tokenizer).map_err(TokenizerFault::Tokenizer)?;
+        let bound = TokenBound::of(&tokenizer);
         let added = tokenizer.get_added_tokens_decoder();
         let special = added.iter().filter(|(_, token)| token.special).map(|(id, _)| *id).collect();
         let template = chat_template.map(ChatTemplate::compile).transpose().map_err(TokenizerFault::Template)?;
-        Ok(Self(Arc::new(Inner { tokenizer, bytes, special, special_tokens, template })))
+        Ok(Self(Arc::new(Inner { tokenizer, bytes, bound, special, special_tokens, template })))
     }
 
     /// Token ids of a text. `add_special` adds what the model wants around a plain prompt (a BOS token, say); a
@@ -74,6 +78,11 @@ impl Tokenizer {
             .encode_fast(text, add_special)
             .map_err(|error| TokenizerError::Encode(error.to_string()))?;
         Ok(encoding.get_ids().to_vec())
+    }
+
+    /// A lower bound of the text's tokens, found without tokenizing it; 0 for tokenizers of which nothing is known.
+    pub fn tokens_min(&self, text: &str) -> usize {
+        self.0.bound.tokens_min(text)
     }
 
     /// The text of a whole sequence; bytes that are no UTF-8 become U+FFFD.

@@ -43,6 +43,19 @@ fn logits_that_are_not_numbers_fail_by_name() {
 }
 
 #[test]
+fn banning_every_token_is_the_requests_fault() {
+    let mut bench = Bench::null(SHAPE);
+    let mut all_banned = request(&[1], 9);
+    all_banned.sampling.min_tokens = 5;
+    all_banned.sampling.stop_token_ids = (0..bench.core.backend.vocab() as u32).collect();
+    let id = bench.submit(&all_banned);
+    let (kind, message) = failure(&bench.said[&id]);
+    assert_eq!(kind, SampleErrorKind::BadRequest);
+    assert!(message.contains("min_tokens"), "{message}");
+    bench.assert_all_free();
+}
+
+#[test]
 fn what_can_never_be_served_is_refused_with_both_numbers() {
     let mut bench = Bench::null(SHAPE);
     let long = bench.submit(&request(&[1; 30], 1));
