@@ -31,6 +31,9 @@ pub(crate) mod listener;
 mod lobby;
 pub mod stats;
 
+pub use handshake::Key as HandoffKey;
+pub use listener::BootstrapPort;
+
 #[cfg(test)]
 mod tests;
 

@@ -16,7 +16,7 @@ use tandem_handoff::{
 
 use crate::{
     bootstrap::{
-        ControlEvent, ControlPlane, HandoffParts, HandoffStartError, dialler, limits, sample_error, stats::HandoffStats,
+        ControlEvent, ControlPlane, HandoffKey, HandoffParts, dialler, limits, sample_error, stats::HandoffStats,
     },
     request::{SampleError, SeqId},
 };
@@ -81,16 +81,13 @@ pub struct DecodeRole {
 
 impl DecodeRole {
     /// Dials prefill workers from `parts.runtime` when tickets name them, as long as the role lives.
-    ///
-    /// # Errors
-    /// When the key file cannot be used.
-    pub fn start(parts: HandoffParts<'_>) -> Result<Self, HandoffStartError> {
+    pub fn start(parts: HandoffParts<'_>, key: HandoffKey) -> Self {
         let shape = parts.shape;
         let fabric = TcpSink::new(shape, parts.memories.clone(), parts.runtime.clone(), parts.waker.clone());
-        let control = dialler::start(&parts, fabric.clone())?;
+        let control = dialler::start(&parts, key, fabric.clone());
         let page_bytes = (shape.page_bytes() * shape.tp as usize) as u64;
         let sink = Sink::new(shape, limits(parts.config));
-        Ok(Self::over(sink, Box::new(fabric), control, parts.stats, page_bytes))
+        Self::over(sink, Box::new(fabric), control, parts.stats, page_bytes)
     }
 
     /// The role over any fabric and any control plane. `page_bytes` counts all ranks.

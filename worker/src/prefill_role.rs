@@ -15,7 +15,7 @@ use tandem_handoff::{
 
 use crate::{
     bootstrap::{
-        ControlEvent, ControlPlane, HandoffParts, HandoffStartError, limits, listener, sample_error,
+        BootstrapPort, ControlEvent, ControlPlane, HandoffParts, HandoffStartError, limits, listener, sample_error,
         stats::HandoffStats,
     },
     request::{SampleError, SeqId},
@@ -98,10 +98,10 @@ impl PrefillRole {
     /// port the system has chosen where the configuration says 0.
     ///
     /// # Errors
-    /// When the port cannot be bound or the key file cannot be used.
-    pub fn start(parts: HandoffParts<'_>) -> Result<(Self, SocketAddr), HandoffStartError> {
+    /// When the port cannot be listened on.
+    pub fn start(parts: HandoffParts<'_>, port: BootstrapPort) -> Result<(Self, SocketAddr), HandoffStartError> {
         let fabric = TcpSource::new(parts.memories.clone(), parts.runtime.clone(), parts.waker.clone());
-        let (control, address) = listener::start(&parts, fabric.clone())?;
+        let (control, address) = listener::start(&parts, port, fabric.clone())?;
         let source = Source::new(parts.shape, limits(parts.config));
         Ok((Self::over(source, Box::new(fabric), control, parts.stats), address))
     }

@@ -8,8 +8,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use tandem_handoff::ids::Time;
-use tandem_model::{LoadOptions, Model};
+use tandem_handoff::{ids::Time, ticket::Address};
+use tandem_model::{LoadOptions, Model, ModelConfig, ModelError};
 use tokio::{
     net::TcpSocket,
     runtime::{Builder, Runtime},
@@ -22,7 +22,7 @@ use crate::{
         Backend,
         cpu::{self, Cpu},
     },
-    bootstrap::{HandoffParts, HandoffStartError, stats::HandoffStats},
+    bootstrap::{BootstrapPort, HandoffKey, HandoffParts, HandoffStartError, stats::HandoffStats},
     config::{
         EngineConfig, Role, WorkerArgs,
         check::{ModelFacts, Settings},
@@ -54,12 +54,14 @@ pub fn run(args: WorkerArgs) -> Result<(), StartError> {
         .enable_all()
         .build()
         .map_err(|e| StartError::Http(format!("no runtime: {e}")))?;
-    // The port comes first: that it is taken is known in a moment, the model takes minutes.
+    // Ports and the key come first: that one is taken or missing is known in a moment, the model takes minutes.
     let socket = runtime.block_on(listen::bind(&settings.http.host, settings.http.port)).map_err(|e| {
-        let (host, port) = (&settings.http.host, settings.http.port);
-        StartError::Http(format!("cannot listen on {host}:{port}: {e}; choose another with --host and --port"))
+        let (host, port) = (&settings.http.host, &settings.http.port);
+        let address = Address { host: host.clone(), port: *port };
+        StartError::Http(format!("cannot listen on {address}: {e}; choose another with --host and --port"))
     })?;
-    let worker = Worker::start(settings, &runtime, &socket)?;
+    let taken = runtime.block_on(Taken::by(&settings)).map_err(|e| StartError::Handoff(e.to_string()))?;
+    let worker = Worker::start(settings, taken, &runtime, &socket)?;
     runtime.block_on(worker.serve(socket))?;
     // Blocking tasks may still tokenize for a client that is gone.
     runtime.shutdown_background();
@@ -74,11 +76,9 @@ struct Worker {
 }
 
 impl Worker {
-    fn start(settings: Settings, runtime: &Runtime, socket: &TcpSocket) -> Result<Worker, StartError> {
+    fn start(settings: Settings, taken: Taken, runtime: &Runtime, socket: &TcpSocket) -> Result<Worker, StartError> {
         let began = Instant::now();
-        let options = LoadOptions { show_progress: true, ..LoadOptions::default() };
-        let model = tandem_model::load(&settings.model_path, &options).map_err(|e| StartError::Model(e.to_string()))?;
-        let config = engine_config(&settings, &model)?;
+        let (config, model) = load(&settings)?;
         let facts = facts(&settings, &config, &model, socket)?;
         let Model { config: shape, weights, tokenizer, generation, fingerprint, .. } = model;
         let backend = Cpu::start(&shape, weights, &config).map_err(|e| StartError::Engine(e.to_string()))?;
@@ -95,7 +95,7 @@ impl Worker {
             runtime: runtime.handle().clone(),
             stats: Arc::new(HandoffStats::feeding(metrics.transfer.clone())),
         };
-        let (role, bootstrap_port) = start_role(settings.role, parts)?;
+        let (role, bootstrap_port) = taken.start(parts)?;
         let facts = Facts { bootstrap_port: bootstrap_port.unwrap_or(facts.bootstrap_port), ..facts };
         let engine = engine::spawn(EngineParts {
             config,
@@ -141,7 +141,8 @@ impl Worker {
         let router = http::router(self.app.clone());
         let mut server = listen::Server::new(router, http.header_timeout_ms, http.connections_max, stopped);
         let facts = &self.app.facts;
-        tracing::info!("ready: http://{}:{} ({})", facts.host, facts.port, facts.role.name());
+        let address = Address { host: facts.host.clone(), port: facts.port };
+        tracing::info!("ready: http://{address} ({})", facts.role.name());
         let signal = async {
             let name = signals.next().await;
             tracing::info!("{name}: stopping, running requests have {} ms", http.shutdown_grace_ms);
@@ -170,8 +171,16 @@ impl Worker {
     }
 }
 
-fn engine_config(settings: &Settings, model: &Model) -> Result<EngineConfig, StartError> {
-    let shape = &model.config;
+/// The limits are checked against the model's configuration before its weights are looked at.
+fn load(settings: &Settings) -> Result<(EngineConfig, Model), StartError> {
+    let options = LoadOptions { show_progress: true, ..LoadOptions::default() };
+    let failed = |error: ModelError| StartError::Model(error.to_string());
+    let shape = tandem_model::load_config(&settings.model_path, &options).map_err(failed)?;
+    let config = engine_config(settings, &shape)?;
+    Ok((config, tandem_model::load(&settings.model_path, &options).map_err(failed)?))
+}
+
+fn engine_config(settings: &Settings, shape: &ModelConfig) -> Result<EngineConfig, StartError> {
     let element_bytes = cpu::element_bytes(settings.cpu_math) as usize;
     settings.engine(&ModelFacts {
         max_positions: shape.max_positions,
@@ -210,16 +219,34 @@ fn facts(settings: &Settings, config: &EngineConfig, model: &Model, socket: &Tcp
     })
 }
 
-/// The worker's side of the handoff, and the bootstrap port that it listens on.
-fn start_role(role: Role, parts: HandoffParts<'_>) -> Result<(RoleDriver, Option<u16>), StartError> {
-    let failed = |error: HandoffStartError| StartError::Handoff(error.to_string());
-    match role {
-        Role::Null => Ok((RoleDriver::Null, None)),
-        Role::Prefill => {
-            let (role, address) = PrefillRole::start(parts).map_err(failed)?;
-            Ok((RoleDriver::Prefill(Box::new(role)), Some(address.port())))
+/// What a role takes of this machine before the model is loaded.
+enum Taken {
+    Null,
+    Prefill(BootstrapPort),
+    Decode(HandoffKey),
+}
+
+impl Taken {
+    async fn by(settings: &Settings) -> Result<Self, HandoffStartError> {
+        let config = &settings.handoff;
+        Ok(match settings.role {
+            Role::Null => Taken::Null,
+            Role::Prefill => Taken::Prefill(BootstrapPort::take(config).await?),
+            Role::Decode => Taken::Decode(HandoffKey::load(config.key_file.as_deref())?),
+        })
+    }
+
+    /// The worker's side of the handoff, and the bootstrap port that it listens on.
+    fn start(self, parts: HandoffParts<'_>) -> Result<(RoleDriver, Option<u16>), StartError> {
+        match self {
+            Taken::Null => Ok((RoleDriver::Null, None)),
+            Taken::Prefill(port) => {
+                let (role, address) =
+                    PrefillRole::start(parts, port).map_err(|e| StartError::Handoff(e.to_string()))?;
+                Ok((RoleDriver::Prefill(Box::new(role)), Some(address.port())))
+            }
+            Taken::Decode(key) => Ok((RoleDriver::Decode(Box::new(DecodeRole::start(parts, key))), None)),
         }
-        Role::Decode => Ok((RoleDriver::Decode(Box::new(DecodeRole::start(parts).map_err(failed)?)), None)),
     }
 }
 
@@ -246,5 +273,57 @@ impl Signals {
             _ = self.terminate.recv() => "SIGTERM",
             _ = self.interrupt.recv() => "SIGINT",
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settings(change: impl FnOnce(&mut WorkerArgs)) -> Settings {
+        let mut args = WorkerArgs { model_path: Some("/nowhere".into()), port: Some(0), ..WorkerArgs::default() };
+        change(&mut args);
+        Settings::check(&args, 1).expect("the settings are sound")
+    }
+
+    #[test]
+    fn a_key_that_is_not_there_and_a_port_that_is_taken_are_known_before_the_model() {
+        let runtime = Builder::new_current_thread().enable_all().build().expect("runtime");
+        let busy = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+        let port = busy.local_addr().expect("its address").port();
+        for role in [Role::Prefill, Role::Decode] {
+            let keyless = settings(|args| {
+                args.disaggregation_mode = Some(role);
+                args.disaggregation_bootstrap_port = Some(port);
+                args.handoff_key_file = Some("/nowhere/key".into());
+            });
+            let error = runtime.block_on(Taken::by(&keyless)).err().expect("no key").to_string();
+            assert!(error.contains("/nowhere/key"), "{error}");
+        }
+        let taken = settings(|args| {
+            args.disaggregation_mode = Some(Role::Prefill);
+            args.disaggregation_bootstrap_port = Some(port);
+        });
+        let error = runtime.block_on(Taken::by(&taken)).err().expect("a taken port").to_string();
+        assert!(error.contains("--disaggregation-bootstrap-port"), "{error}");
+    }
+
+    #[test]
+    fn what_does_not_fit_the_configuration_is_refused_before_the_weights_are_missed() {
+        let folder = std::env::temp_dir().join(format!("tandem-run-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).expect("a folder");
+        let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/golden/data/llama-gqa/config.json");
+        std::fs::copy(golden, folder.join("config.json")).expect("a copy");
+        let with_ranks = |ranks| {
+            settings(|args| {
+                args.model_path = folder.to_str().map(Into::into);
+                args.tp_size = Some(ranks);
+            })
+        };
+        let refused = load(&with_ranks(7)).map(drop).expect_err("seven ranks");
+        let loaded = load(&with_ranks(1)).map(drop).expect_err("no weights");
+        std::fs::remove_dir_all(&folder).expect("the folder goes");
+        assert!(matches!(refused, StartError::Settings(_)), "{refused}");
+        assert!(matches!(loaded, StartError::Model(_)), "{loaded}");
     }
 }

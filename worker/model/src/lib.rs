@@ -71,15 +71,36 @@ impl Model {
 
 /// Loads a Hugging Face directory, a GGUF file, or a model known by name (`smollm2`), which is fetched once.
 pub fn load(path_or_name: &str, options: &LoadOptions) -> Result<Model, ModelError> {
+    match find(path_or_name, options)? {
+        Files::Directory(path) => hf::load(&path, options),
+        Files::Gguf(path) => gguf::load(&path, options),
+    }
+}
+
+/// The configuration alone, without a look at weights and tokenizer: what does not fit it can be refused before minutes
+/// of loading. A model known by name is fetched.
+pub fn load_config(path_or_name: &str, options: &LoadOptions) -> Result<ModelConfig, ModelError> {
+    match find(path_or_name, options)? {
+        Files::Directory(path) => hf::load_config(&path),
+        Files::Gguf(path) => gguf::load_config(&path),
+    }
+}
+
+enum Files {
+    Directory(PathBuf),
+    Gguf(PathBuf),
+}
+
+fn find(path_or_name: &str, options: &LoadOptions) -> Result<Files, ModelError> {
     let path = Path::new(path_or_name);
     if path.is_dir() {
-        return hf::load(path, options);
+        return Ok(Files::Directory(path.to_owned()));
     }
     if path.is_file() {
-        return gguf::load(path, options);
+        return Ok(Files::Gguf(path.to_owned()));
     }
     if path_or_name == SMOLLM2 {
-        return gguf::load(&fetch::smollm2(options)?, options);
+        return fetch::smollm2(options).map(Files::Gguf);
     }
     Err(ModelError::NotFound { path: path_or_name.to_owned() })
 }

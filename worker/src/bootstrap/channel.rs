@@ -14,7 +14,7 @@ use tokio::{
         TcpStream,
         tcp::{OwnedReadHalf, OwnedWriteHalf},
     },
-    sync::{Notify, mpsc},
+    sync::{mpsc, oneshot},
     time::{MissedTickBehavior, interval, timeout},
 };
 
@@ -24,6 +24,8 @@ use super::{
     hub::{FRAMES_MAX, Hub, Line},
 };
 use crate::config::HandoffConfig;
+
+const CLOSED_HERE: &str = "this worker closed it";
 
 /// How often a channel pings, and how long its peer may be silent.
 #[derive(Clone, Copy, Debug)]
@@ -73,7 +75,7 @@ pub(super) struct Opened {
     shape: PoolShape,
     heartbeat: Heartbeat,
     frames: mpsc::Receiver<Frame>,
-    close: Arc<Notify>,
+    close: oneshot::Receiver<String>,
 }
 
 impl Opened {
@@ -87,8 +89,8 @@ impl Opened {
         nonces: Nonces,
     ) -> Self {
         let (sender, frames) = mpsc::channel(FRAMES_MAX);
-        let close = Arc::new(Notify::new());
-        let line = Line { frames: sender, close: Arc::clone(&close), nonces, peer_shape: shape };
+        let (closer, close) = oneshot::channel();
+        let line = Line { frames: sender, close: closer, nonces, peer_shape: shape };
         hub.lines().insert(channel, line);
         let peer = if me == channel.prefill { channel.decode } else { channel.prefill };
         Self { channel, me, peer, shape, heartbeat, frames, close }
@@ -97,16 +99,27 @@ impl Opened {
     /// Runs the channel to its end. The role hears of it first by `Up` and last by `Down`.
     pub async fn run(self, hub: Arc<Hub>, address: Option<Address>, stream: TcpStream) {
         let Self { channel, me, peer, shape, heartbeat, mut frames, close } = self;
-        if hub.report(ControlEvent::Up { channel, address, shape }).await.is_err() {
+        if hub.report(ControlEvent::Up { channel, address: address.clone(), shape }).await.is_err() {
             return;
         }
+        let dialled = address.map_or_else(String::new, |address| address.to_string());
+        let socket = stream.peer_addr().map_or_else(|_| "unknown".to_owned(), |socket| socket.to_string());
         let (mut reader, mut writer) = stream.into_split();
         let why = tokio::select! {
+            biased;
+            reason = close => match reason {
+                Ok(reason) => format!("this worker closed it: {reason}"),
+                Err(_) => CLOSED_HERE.to_owned(),
+            },
             why = read_loop(&hub, channel, me, peer, heartbeat, &mut reader) => why,
             why = write_loop(me, peer, heartbeat, &mut frames, &mut writer) => why,
-            () = close.notified() => "this worker closed it".to_owned(),
         };
-        tracing::info!(?channel, why, "control channel ended");
+        let session = channel.session.0;
+        if me == channel.prefill {
+            tracing::info!(decode = socket, session, why, "the control channel to a decode worker ended");
+        } else {
+            tracing::info!(prefill = dialled, socket, session, why, "the control channel to a prefill worker ended");
+        }
         hub.lines().remove(&channel);
         let _ = hub.report(ControlEvent::Down { channel, why }).await;
     }
@@ -123,7 +136,9 @@ async fn read_loop(
     loop {
         let bytes = match timeout(heartbeat.silence, read_framed(reader, FRAME_BYTES_MAX)).await {
             Ok(Ok(bytes)) => bytes,
-            Ok(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => return "the peer closed it".to_owned(),
+            Ok(Err(error)) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                return "the peer closed it or died".to_owned();
+            }
             Ok(Err(error)) => return error.to_string(),
             Err(_) => return format!("the peer was silent for {} ms", heartbeat.silence.as_millis()),
         };
@@ -154,7 +169,7 @@ async fn write_loop(
             biased;
             frame = frames.recv() => match frame {
                 Some(frame) => frame,
-                None => return "this worker closed it".to_owned(),
+                None => return CLOSED_HERE.to_owned(),
             },
             _ = pings.tick() => Frame::Ping { from: me, to: peer },
         };

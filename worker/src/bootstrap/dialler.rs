@@ -33,7 +33,7 @@ use tokio::{
 };
 
 use super::{
-    ControlEvent, ControlPlane, HandoffParts, HandoffStartError,
+    ControlEvent, ControlPlane, HandoffParts,
     channel::{Heartbeat, Opened},
     handshake::{self, Key, Met, Nonces, Refusal},
     hub::{Hub, NetControl},
@@ -62,12 +62,12 @@ struct Context {
 }
 
 /// Dials until the returned control plane is dropped.
-pub(crate) fn start(parts: &HandoffParts<'_>, fabric: TcpSink) -> Result<Box<dyn ControlPlane>, HandoffStartError> {
+pub(crate) fn start(parts: &HandoffParts<'_>, key: Key, fabric: TcpSink) -> Box<dyn ControlPlane> {
     let (mut control, hub) = NetControl::new(Arc::clone(&parts.waker));
     let context = Arc::new(Context {
         hub,
         fabric,
-        key: Key::load(parts.config.key_file.as_deref())?,
+        key,
         me: Incarnation(rand::random()),
         identity: Identity::new(parts.fingerprint, parts.shape, &parts.numerics),
         heartbeat: Heartbeat::new(parts.config),
@@ -76,7 +76,7 @@ pub(crate) fn start(parts: &HandoffParts<'_>, fabric: TcpSink) -> Result<Box<dyn
         stats: Arc::clone(&parts.stats),
     });
     let driver = parts.runtime.spawn(dial_all(context, control.dials()));
-    Ok(Box::new(control.driven_by(driver)))
+    Box::new(control.driven_by(driver))
 }
 
 async fn dial_all(context: Arc<Context>, mut dials: mpsc::Receiver<Address>) {

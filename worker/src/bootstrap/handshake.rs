@@ -27,9 +27,13 @@ const KEY_BYTES_MAX: u64 = 64 * 1024;
 /// The key that both workers share, or none. Without a key the MACs are taken under an empty one: they then bind data
 /// streams to their channel and authenticate nobody.
 #[derive(Clone)]
-pub(super) struct Key(Option<Vec<u8>>);
+pub struct Key(Option<Vec<u8>>);
 
 impl Key {
+    /// Reads the file, where there is one.
+    ///
+    /// # Errors
+    /// When it cannot be read, or is too short for a secret or too long for a key.
     pub fn load(path: Option<&Path>) -> Result<Self, HandoffStartError> {
         let Some(path) = path else {
             return Ok(Self(None));
@@ -94,12 +98,17 @@ impl Refusal {
     }
 }
 
+const HUNG_UP: &str = "the peer hung up in the handshake";
+
 async fn send(stream: &mut TcpStream, greeting: &Greeting) -> Result<(), String> {
     write_framed(stream, &greeting.encode()).await.map_err(|error| error.to_string())
 }
 
 async fn receive(stream: &mut TcpStream) -> Result<Greeting, String> {
-    let bytes = read_framed(stream, GREETING_BYTES_MAX).await.map_err(|error| error.to_string())?;
+    let bytes = read_framed(stream, GREETING_BYTES_MAX).await.map_err(|error| match error.kind() {
+        std::io::ErrorKind::UnexpectedEof => HUNG_UP.to_owned(),
+        _ => error.to_string(),
+    })?;
     Greeting::decode(&bytes).map_err(|error| error.to_string())
 }
 
@@ -181,7 +190,12 @@ pub(super) async fn greet_decode(
     let nonce_p: Nonce = rand::random();
     let mac = key.sign(&signed::answer(&nonce_d, &nonce_p, me));
     send(stream, &Greeting::Answer { nonce: nonce_p, keyed: key.is_set(), prefill: me, mac }).await?;
-    let Greeting::Hello { mac, identity: theirs } = receive(stream).await? else {
+    let hello = receive(stream).await.map_err(|error| match error.as_str() {
+        // D leaves at this point when it cannot verify the answer.
+        HUNG_UP if key.is_set() => format!("{HUNG_UP}: the handoff keys differ, most likely; its log has the reason"),
+        _ => error,
+    });
+    let Greeting::Hello { mac, identity: theirs } = hello? else {
         return Err("the peer does not speak the handoff protocol".to_owned());
     };
     if !key.verify(&signed::hello(&nonce_d, &nonce_p, decode), &mac) {

@@ -13,7 +13,7 @@ use tandem_handoff::{
     wire::{Cause, CauseKind, Frame, Side},
 };
 use tokio::{
-    sync::{Notify, mpsc},
+    sync::{mpsc, oneshot},
     task::JoinHandle,
 };
 
@@ -29,10 +29,20 @@ const DIALS_MAX: usize = 1024;
 /// One open channel as the others see it.
 pub(super) struct Line {
     pub frames: mpsc::Sender<Frame>,
-    /// Ends the channel's task.
-    pub close: Arc<Notify>,
+    /// Ends the channel's task, for this reason.
+    pub close: oneshot::Sender<String>,
     pub nonces: Nonces,
     pub peer_shape: PoolShape,
+}
+
+impl Line {
+    /// The reason goes out first: it is what the channel's task then finds, and not merely that its frames end.
+    fn end(self, why: &str) {
+        let Line { frames, close, .. } = self;
+        // A task that has ended needs no reason.
+        let _ = close.send(why.to_owned());
+        drop(frames);
+    }
 }
 
 /// Shared by the driver's tasks and the role's [`NetControl`].
@@ -107,7 +117,7 @@ impl ControlPlane for NetControl {
     fn close(&mut self, channel: Channel, why: &str) {
         let line = self.hub.lines().remove(&channel);
         if let Some(line) = line {
-            line.close.notify_one();
+            line.end(why);
             self.own.push(ControlEvent::Down { channel, why: why.to_owned() });
             (self.hub.waker)();
         }
@@ -138,7 +148,7 @@ impl Drop for NetControl {
             driver.abort();
         }
         for (_, line) in self.hub.lines().drain() {
-            line.close.notify_one();
+            line.end("it is shutting down");
         }
     }
 }

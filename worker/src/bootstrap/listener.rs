@@ -6,7 +6,7 @@
 
 use std::{
     convert::Infallible,
-    net::{SocketAddr, TcpListener as StdListener},
+    net::SocketAddr,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -25,10 +25,11 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use tandem_fabric::tcp::TcpSource;
 use tandem_handoff::{
     ids::{Channel, Incarnation, SessionId},
+    ticket::Address,
     wire::hello::{Identity, PROTOCOL},
 };
 use tokio::{
-    net::{TcpListener, TcpStream},
+    net::{TcpListener, TcpSocket, TcpStream},
     time::{sleep, timeout},
 };
 
@@ -40,6 +41,7 @@ use super::{
     lobby::{Lobby, Place},
     stats::HandoffStats,
 };
+use crate::{config::HandoffConfig, http::listen};
 
 /// The path of both Upgrades.
 pub(super) const HANDOFF_PATH: &str = "/handoff";
@@ -65,18 +67,38 @@ struct Context {
     stats: Arc<HandoffStats>,
 }
 
-/// Binds the port and serves it until the returned control plane is dropped.
+/// The port and the key, taken before the model is loaded: that they cannot be had is known in a moment. Nobody listens
+/// yet, so that whoever comes too early is refused at once.
+pub struct BootstrapPort {
+    key: Key,
+    socket: TcpSocket,
+    address: SocketAddr,
+}
+
+impl BootstrapPort {
+    /// # Errors
+    /// When the port cannot be bound or the key file cannot be used.
+    pub async fn take(config: &HandoffConfig) -> Result<Self, HandoffStartError> {
+        let key = Key::load(config.key_file.as_deref())?;
+        let (host, port) = (&config.bootstrap_host, config.bootstrap_port);
+        let failed = |error| {
+            let address = Address { host: host.clone(), port }.to_string();
+            HandoffStartError::Bind { address, error }
+        };
+        let socket = listen::bind(host, port).await.map_err(failed)?;
+        let address = socket.local_addr().map_err(failed)?;
+        Ok(Self { key, socket, address })
+    }
+}
+
+/// Serves the port until the returned control plane is dropped.
 pub(crate) fn start(
     parts: &HandoffParts<'_>,
+    port: BootstrapPort,
     fabric: TcpSource,
 ) -> Result<(Box<dyn ControlPlane>, SocketAddr), HandoffStartError> {
     let config = parts.config;
-    let host = config.bootstrap_host.trim_start_matches('[').trim_end_matches(']');
-    let bind = |error| HandoffStartError::Bind { address: format!("{host}:{}", config.bootstrap_port), error };
-    let key = Key::load(config.key_file.as_deref())?;
-    let listener = StdListener::bind((host, config.bootstrap_port)).map_err(bind)?;
-    listener.set_nonblocking(true).map_err(bind)?;
-    let address = listener.local_addr().map_err(bind)?;
+    let BootstrapPort { key, socket, address } = port;
     if !key.is_set() && !address.ip().is_loopback() {
         tracing::warn!(
             %address,
@@ -86,7 +108,7 @@ pub(crate) fn start(
     }
     let listener = {
         let _runtime = parts.runtime.enter();
-        TcpListener::from_std(listener).map_err(bind)?
+        listen::listen(socket).map_err(|error| HandoffStartError::Bind { address: address.to_string(), error })?
     };
     let (control, hub) = NetControl::new(Arc::clone(&parts.waker));
     let context = Arc::new(Context {
@@ -106,8 +128,8 @@ pub(crate) fn start(
 async fn accept(context: Arc<Context>, listener: TcpListener) {
     let lobby = Arc::new(Lobby::new(UNAUTHENTICATED_MAX));
     loop {
-        let stream = match listener.accept().await {
-            Ok((stream, _)) => stream,
+        let (stream, peer) = match listener.accept().await {
+            Ok(accepted) => accepted,
             Err(error) => {
                 tracing::warn!(%error, "the bootstrap port could not accept a connection");
                 sleep(ACCEPT_PAUSE).await;
@@ -118,19 +140,19 @@ async fn accept(context: Arc<Context>, listener: TcpListener) {
         if displaced {
             context.stats.handshake_refused();
         }
-        tokio::spawn(serve(Arc::clone(&context), stream, place));
+        tokio::spawn(serve(Arc::clone(&context), stream, peer, place));
     }
 }
 
 /// One connection serves one request.
-async fn serve(context: Arc<Context>, stream: TcpStream, place: Place) {
+async fn serve(context: Arc<Context>, stream: TcpStream, peer: SocketAddr, place: Place) {
     if stream.set_nodelay(true).is_err() {
         return;
     }
     let place = Arc::new(place);
     let held = Arc::clone(&place);
     let service = service_fn(move |request| {
-        let response = respond(&context, request, &held);
+        let response = respond(&context, request, peer, &held);
         async move { Ok::<_, Infallible>(response) }
     });
     let connection = http1::Builder::new()
@@ -147,7 +169,12 @@ async fn serve(context: Arc<Context>, stream: TcpStream, place: Place) {
     }
 }
 
-fn respond(context: &Arc<Context>, mut request: Request<Incoming>, place: &Arc<Place>) -> Response<Full<Bytes>> {
+fn respond(
+    context: &Arc<Context>,
+    mut request: Request<Incoming>,
+    peer: SocketAddr,
+    place: &Arc<Place>,
+) -> Response<Full<Bytes>> {
     let known = ["/health", "/route", HANDOFF_PATH].contains(&request.uri().path());
     if known && request.method() != Method::GET {
         return plain(StatusCode::METHOD_NOT_ALLOWED, "only GET is served here");
@@ -163,7 +190,7 @@ fn respond(context: &Arc<Context>, mut request: Request<Incoming>, place: &Arc<P
                 _ => return plain(StatusCode::UPGRADE_REQUIRED, "this path is for decode workers"),
             };
             let upgrade = hyper::upgrade::on(&mut request);
-            tokio::spawn(upgraded(Arc::clone(context), upgrade, protocol, Arc::clone(place)));
+            tokio::spawn(upgraded(Arc::clone(context), upgrade, protocol, peer, Arc::clone(place)));
             let mut response = Response::new(Full::default());
             *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
             response.headers_mut().insert(CONNECTION, http::HeaderValue::from_static("upgrade"));
@@ -193,6 +220,7 @@ async fn upgraded(
     context: Arc<Context>,
     upgrade: hyper::upgrade::OnUpgrade,
     protocol: &'static str,
+    peer: SocketAddr,
     place: Arc<Place>,
 ) {
     let Some(mut stream) = raw_stream(upgrade.await) else {
@@ -215,7 +243,7 @@ async fn upgraded(
         }
     };
     context.stats.handshake_refused();
-    tracing::warn!(protocol, why = outcome, "a decode worker was refused");
+    tracing::warn!(%peer, protocol, why = outcome, "a decode worker was refused");
 }
 
 /// A handshake that neither its deadline nor a newcomer cuts short.

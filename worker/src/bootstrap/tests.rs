@@ -2,7 +2,7 @@
 
 use std::{
     io::{Read, Write},
-    net::TcpStream,
+    net::{SocketAddr, TcpStream},
     path::PathBuf,
     sync::{Arc, atomic::Ordering},
     time::{Duration, Instant},
@@ -18,7 +18,7 @@ use tandem_handoff::{
 };
 use tokio::runtime::Runtime;
 
-use super::{HandoffParts, stats::HandoffStats};
+use super::{BootstrapPort, HandoffKey, HandoffParts, HandoffStartError, stats::HandoffStats};
 use crate::{
     config::HandoffConfig,
     decode_role::{DecodeFact, DecodeHandoff, DecodeRole},
@@ -92,6 +92,21 @@ impl Setup {
     }
 }
 
+impl Setup {
+    fn start_prefill(
+        &self,
+        runtime: &Runtime,
+        stats: &Arc<HandoffStats>,
+    ) -> Result<(PrefillRole, SocketAddr), HandoffStartError> {
+        PrefillRole::start(self.parts(runtime, stats), runtime.block_on(BootstrapPort::take(&self.config))?)
+    }
+
+    fn start_decode(&self, runtime: &Runtime, stats: &Arc<HandoffStats>) -> DecodeRole {
+        let key = HandoffKey::load(self.config.key_file.as_deref()).expect("the key loads");
+        DecodeRole::start(self.parts(runtime, stats), key)
+    }
+}
+
 /// Both workers, driven by the test in place of their engines.
 struct Pair {
     start: Instant,
@@ -108,8 +123,8 @@ impl Pair {
     fn new(p: Setup, d: Setup) -> Self {
         let runtime = Runtime::new().expect("runtime");
         let stats = Arc::new(HandoffStats::default());
-        let (role, address) = PrefillRole::start(p.parts(&runtime, &stats)).expect("P starts");
-        let d = DecodeRole::start(d.parts(&runtime, &stats)).expect("D starts");
+        let (role, address) = p.start_prefill(&runtime, &stats).expect("P starts");
+        let d = d.start_decode(&runtime, &stats);
         let port = address.port();
         let (p_facts, d_facts) = (Vec::new(), Vec::new());
         Self { start: Instant::now(), runtime, p: Some(role), d, p_facts, d_facts, port, stats }
@@ -303,7 +318,7 @@ fn a_prefill_worker_that_dies_ends_its_attempts_and_its_successor_serves() {
     let setup = Setup::new(pair.port, 1);
     let start = Instant::now();
     let role = loop {
-        match PrefillRole::start(setup.parts(&pair.runtime, &pair.stats)) {
+        match setup.start_prefill(&pair.runtime, &pair.stats) {
             Ok((role, _)) => break role,
             Err(error) => assert!(start.elapsed() < LIMIT, "{error}"),
         }
@@ -322,7 +337,7 @@ fn a_decode_worker_that_dies_frees_the_prefill_workers_pages() {
     let now = pair.now();
     pair.p().chunk_written(now, SeqId(1), &[1, 2, 4], 0..1);
     let setup = Setup::new(0, 1);
-    pair.d = DecodeRole::start(setup.parts(&pair.runtime, &pair.stats)).expect("D starts");
+    pair.d = setup.start_decode(&pair.runtime, &pair.stats);
     pair.until("Quiet at P", |p, _| p.contains(&PrefillFact::Quiet { id: SeqId(1) }));
     assert!(pair.p_facts.iter().any(|fact| matches!(fact, PrefillFact::Failed { .. })));
     pair.assert_serves(2, 8);

@@ -89,9 +89,14 @@ impl From<SampleError> for ApiError {
     }
 }
 
+/// Why a request failed, for the log: it rides on the answer to whoever writes the line.
+#[derive(Clone)]
+pub struct Reason(pub String);
+
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = Response::new(Body::from(self.json()));
+        response.extensions_mut().insert(Reason(self.message));
         *response.status_mut() = self.status;
         let headers = response.headers_mut();
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
@@ -134,6 +139,7 @@ mod tests {
             let response = ApiError::from(SampleError { kind, message: "m".into() }).into_response();
             assert_eq!(response.status().as_u16(), status);
             assert_eq!(response.headers().contains_key("retry-after"), status == 503);
+            assert_eq!(response.extensions().get::<Reason>().unwrap().0, "m", "the log's line needs it");
         }
     }
 }

@@ -29,7 +29,7 @@ use tower_http::catch_panic::CatchPanicLayer;
 use self::{
     answers::Answers,
     body::BodyLimits,
-    error::ApiError,
+    error::{ApiError, Reason},
     generate::Generate,
     openai::{chat::Chat, completions::Completions, reply::Reply},
     port::EnginePort,
@@ -265,7 +265,9 @@ async fn around(State(app): State<Arc<App>>, mut request: Request, next: Next) -
     };
     let status = response.status();
     if status.is_server_error() {
-        tracing::warn!(endpoint, status = status.as_u16(), id = ?request_id, "a request failed");
+        let reason = response.extensions().get::<Reason>().map_or("not known", |reason| reason.0.as_str());
+        let id = request_id.to_str().unwrap_or_default();
+        tracing::warn!(endpoint, status = status.as_u16(), id, reason, "a request failed");
     }
     app.metrics.requests.responded(endpoint, status.as_u16(), at.elapsed());
     response.headers_mut().insert(REQUEST_ID, request_id);

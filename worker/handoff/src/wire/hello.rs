@@ -63,11 +63,14 @@ impl Identity {
         compare("protocol", self.protocol.to_string(), decode.protocol.to_string());
         compare("model fingerprint", hex(&self.fingerprint), hex(&decode.fingerprint));
         compare("page size", p.page_size.to_string(), d.page_size.to_string());
-        compare("KV bytes per element", p.element_bytes.to_string(), d.element_bytes.to_string());
         compare("layers", p.layers.to_string(), d.layers.to_string());
         compare("KV heads", p.kv_heads.to_string(), d.kv_heads.to_string());
         compare("head_dim", p.head_dim.to_string(), d.head_dim.to_string());
         compare("order", self.order.clone(), decode.order.clone());
+        if p.element_bytes != d.element_bytes {
+            let (p, d) = (p.element_bytes, d.element_bytes);
+            out.push(format!("KV bytes per element (prefill {p}, decode {d}; set by --cpu-math)"));
+        }
         out
     }
 }
@@ -252,8 +255,14 @@ mod tests {
         other.fingerprint = [8; 16];
         other.shape.page_size = 32;
         other.shape.head_dim = 4;
+        other.shape.element_bytes = 4;
         let named = identity().differences(&other).join("; ");
-        for part in ["model fingerprint", "page size (prefill 16, decode 32)", "head_dim (prefill 8, decode 4)"] {
+        for part in [
+            "model fingerprint",
+            "page size (prefill 16, decode 32)",
+            "head_dim (prefill 8, decode 4)",
+            "KV bytes per element (prefill 2, decode 4; set by --cpu-math)",
+        ] {
             assert!(named.contains(part), "{named}");
         }
         assert!(!named.contains("layers"));

@@ -21,22 +21,38 @@ use config::Refusal;
 use file::GgufFile;
 
 pub(crate) fn load(path: &Path, options: &LoadOptions) -> Result<Model, ModelError> {
-    let map = FileMap::open(path).map_err(|source| ModelError::Read { path: path.to_owned(), source })?;
-    let map = Arc::new(map);
-    let malformed = |what: String| ModelError::Malformed { path: path.to_owned(), what };
-    let file = GgufFile::parse(map.bytes()).map_err(malformed)?;
-    let config = config::parse(&file, map.bytes()).map_err(|refusal| match refusal {
-        Refusal::Malformed(what) => malformed(what),
-        Refusal::Unsupported(what) => ModelError::Unsupported { path: path.to_owned(), what },
-    })?;
+    let map = Arc::new(open(path)?);
+    let (file, config) = parse(path, &map)?;
     let source = Source { path, map: &map, file: &file, config: &config };
     let weights = assemble(&source, &config, source.extras())?;
     let (tokenizer, generation) = tokenizer::load(path, &file, options)?;
     if tokenizer.vocab_size() > config.vocab {
         let (tokens, rows) = (tokenizer.vocab_size(), config.vocab);
-        return Err(malformed(format!("{tokens} tokens, but token_embd.weight has {rows} rows")));
+        return Err(malformed(path, format!("{tokens} tokens, but token_embd.weight has {rows} rows")));
     }
     Ok(Model::new(config, weights, tokenizer, generation, path.to_owned()))
+}
+
+pub(crate) fn load_config(path: &Path) -> Result<ModelConfig, ModelError> {
+    let map = open(path)?;
+    parse(path, &map).map(|(_, config)| config)
+}
+
+fn open(path: &Path) -> Result<FileMap, ModelError> {
+    FileMap::open(path).map_err(|source| ModelError::Read { path: path.to_owned(), source })
+}
+
+fn parse<'a>(path: &Path, map: &'a FileMap) -> Result<(GgufFile<'a>, ModelConfig), ModelError> {
+    let file = GgufFile::parse(map.bytes()).map_err(|what| malformed(path, what))?;
+    let config = config::parse(&file, map.bytes()).map_err(|refusal| match refusal {
+        Refusal::Malformed(what) => malformed(path, what),
+        Refusal::Unsupported(what) => ModelError::Unsupported { path: path.to_owned(), what },
+    })?;
+    Ok((file, config))
+}
+
+fn malformed(path: &Path, what: String) -> ModelError {
+    ModelError::Malformed { path: path.to_owned(), what }
 }
 
 struct Source<'a> {

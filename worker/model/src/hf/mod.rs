@@ -11,23 +11,36 @@ use std::{
 
 use serde_json::Value;
 
-use crate::{Generation, LoadOptions, Model, assemble::assemble, error::ModelError};
+use crate::{
+    Generation, LoadOptions, Model, ModelConfig,
+    assemble::{Extras, assemble},
+    error::ModelError,
+};
 use safetensors::Shards;
 
 /// Files of this kind are kilobytes; `tokenizer.json` of a large vocabulary has some 30 MB.
 const JSON_BYTES_MAX: u64 = 256 << 20;
 
 pub(crate) fn load(directory: &Path, options: &LoadOptions) -> Result<Model, ModelError> {
+    let (json, config, extras) = read_config(directory)?;
+    let weights = assemble(&Shards::open(directory)?, &config, extras)?;
+    let tokenizer = tokenizer::load(directory, options)?;
+    let generation = generation(&json, read_json(&directory.join("generation_config.json"))?.as_ref(), &tokenizer);
+    Ok(Model::new(config, weights, tokenizer.tokenizer, generation, directory.to_owned()))
+}
+
+pub(crate) fn load_config(directory: &Path) -> Result<ModelConfig, ModelError> {
+    read_config(directory).map(|(_, config, _)| config)
+}
+
+fn read_config(directory: &Path) -> Result<(Value, ModelConfig, Extras), ModelError> {
     let path = directory.join("config.json");
     let json = read_json(&path)?.ok_or_else(|| ModelError::Read {
         path: path.clone(),
         source: std::io::Error::new(std::io::ErrorKind::NotFound, "a model directory needs this file"),
     })?;
     let (config, extras) = config::parse(&path, &json)?;
-    let weights = assemble(&Shards::open(directory)?, &config, extras)?;
-    let tokenizer = tokenizer::load(directory, options)?;
-    let generation = generation(&json, read_json(&directory.join("generation_config.json"))?.as_ref(), &tokenizer);
-    Ok(Model::new(config, weights, tokenizer.tokenizer, generation, directory.to_owned()))
+    Ok((json, config, extras))
 }
 
 /// End tokens and defaults: `generation_config.json` wins over `config.json`, the tokenizer's own comes last.
