@@ -134,11 +134,10 @@ pub struct App {
     pub preparing: Preparing,
 }
 
-/// When a request came, and under which name.
+/// When a request came.
 #[derive(Clone)]
 pub struct Arrival {
     pub at: Instant,
-    pub request_id: HeaderValue,
 }
 
 impl App {
@@ -258,7 +257,7 @@ async fn around(State(app): State<Arc<App>>, mut request: Request, next: Next) -
     let endpoint = PATHS.iter().find(|known| **known == path).copied().unwrap_or("other");
     let mut response = match check_key(&app, path, request.headers()) {
         Ok(()) => {
-            request.extensions_mut().insert(Arrival { at, request_id: request_id.clone() });
+            request.extensions_mut().insert(Arrival { at });
             next.run(request).await
         }
         Err(error) => error.into_response(),
