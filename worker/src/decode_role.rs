@@ -101,6 +101,11 @@ impl DecodeRole {
         Self { sink, fabric, control, stats, offered: BTreeMap::new(), page_bytes, facts: Vec::new() }
     }
 
+    /// For looks from outside: which state a request is in.
+    pub fn machine(&self) -> &Sink {
+        &self.sink
+    }
+
     fn control_event(&mut self, now: Time, event: ControlEvent) {
         match event {
             ControlEvent::Up { channel, address: Some(address), shape } => {

@@ -116,6 +116,11 @@ impl PrefillRole {
         Self { source, fabric, control, stats, met: BTreeMap::new(), facts: Vec::new() }
     }
 
+    /// For looks from outside: which state a request is in.
+    pub fn machine(&self) -> &Source {
+        &self.source
+    }
+
     fn control_event(&mut self, now: Time, event: ControlEvent) {
         match event {
             ControlEvent::Up { channel, shape, .. } => self.source.channel_up(now, channel, shape),

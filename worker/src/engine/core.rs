@@ -1,12 +1,15 @@
 //! The engine without its thread: each turn takes mail and handoff facts, plans a step, runs it, and judges what came.
 //!
+//! It has no clock, no thread and no randomness of its own: the same parts, given the same mail at the same times, take
+//! the same turns. The thread of [`spawn`](super::spawn) and the simulator drive it alike.
+//!
 //! Promises: every accepted sample ends by exactly one event (H7); its pages go back to the pool, or stay with an
 //! attempt until that is proven quiet (H2, H5); a failed step ends the samples in it and nothing else.
 mod decode;
 mod intake;
 mod prefill;
 
-use std::{collections::HashMap, sync::Arc};
+use std::{collections::BTreeMap, sync::Arc};
 
 use tandem_handoff::ids::Time;
 
@@ -27,22 +30,23 @@ use crate::{
 
 /// What a turn came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Turn {
+pub enum Turn {
     /// A step ran: the next turn is due at once.
     Worked,
     /// Nothing to compute before mail, a wake-up, or this time.
     Idle { until: Time },
 }
 
-pub(super) struct Core {
+/// See the module's documentation.
+pub struct Core {
     scheduler: Scheduler,
     backend: Box<dyn Backend>,
     role: RoleDriver,
     text: Arc<dyn Detokenizers>,
     eos: Arc<[u32]>,
-    samples: HashMap<SeqId, Sample>,
+    samples: BTreeMap<SeqId, Sample>,
     /// P: pages that the transfer reads, per sample, until it is quiet (H5).
-    sources: HashMap<SeqId, Lease>,
+    sources: BTreeMap<SeqId, Lease>,
     logits: Vec<f32>,
     scratch: Scratch,
     queue_max: u32,
@@ -71,8 +75,8 @@ impl Core {
             role: parts.role,
             text: parts.text,
             eos: parts.eos,
-            samples: HashMap::new(),
-            sources: HashMap::new(),
+            samples: BTreeMap::new(),
+            sources: BTreeMap::new(),
             logits: Vec::new(),
             scratch: Scratch::default(),
             queue_max: parts.config.queue_requests_max,
@@ -104,6 +108,11 @@ impl Core {
             RoleDriver::Prefill(role) => role.next_deadline(),
             RoleDriver::Decode(role) => role.next_deadline(),
         }
+    }
+
+    /// For looks and checks from outside.
+    pub fn scheduler(&self) -> &Scheduler {
+        &self.scheduler
     }
 
     /// Samples that wait for their first pages.
@@ -218,6 +227,7 @@ impl Core {
         self.poll_decode(now);
     }
 
+    /// What the engine tells about itself after a turn.
     pub fn loads(&self) -> Loads {
         let scheduler = &self.scheduler;
         let counts = scheduler.pool().counts();

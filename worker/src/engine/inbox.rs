@@ -17,7 +17,7 @@ const ABORTS_MAX: usize = 4096;
 
 /// One accepted sample on its way to the engine.
 #[derive(Debug)]
-pub(crate) struct Submission {
+pub struct Submission {
     pub id: SeqId,
     pub request: SampleRequest,
     pub events: mpsc::Sender<SampleEvent>,
@@ -25,13 +25,14 @@ pub(crate) struct Submission {
 
 /// Which samples `POST /abort_request` names.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Abort {
+pub enum Abort {
     Request(String),
     All,
 }
 
+/// What came in since the last turn.
 #[derive(Debug, Default)]
-pub(crate) struct Mail {
+pub struct Mail {
     pub submissions: Vec<Submission>,
     /// Streams that were dropped before their end.
     pub gone: Vec<SeqId>,

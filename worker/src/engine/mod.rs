@@ -6,7 +6,10 @@
 //!                             ^  facts                      | chunks, first tokens, reserved pages
 //!                             +------ PrefillHandoff / DecodeHandoff <---+
 //! ```
-mod core;
+//!
+//! [`core`] is the engine without its thread: whoever owns a [`core::Core`] gives it time and mail, as the thread of
+//! [`spawn`] and the simulator of `tests/sim` do.
+pub mod core;
 mod handle;
 mod inbox;
 mod loads;
@@ -16,6 +19,6 @@ mod thread;
 pub(crate) mod toy;
 
 pub use handle::{EngineHandle, SampleStream};
-pub use inbox::EngineWaker;
+pub use inbox::{Abort, EngineWaker, Mail, Submission};
 pub use loads::Loads;
 pub use thread::{EngineParts, RoleDriver, spawn};

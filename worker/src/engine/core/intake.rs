@@ -34,8 +34,7 @@ impl Core {
                 Abort::Request(named) => named == rid,
                 Abort::All => true,
             };
-            let mut ids: Vec<SeqId> = self.samples.iter().filter(|(_, s)| named(&s.rid)).map(|(&id, _)| id).collect();
-            ids.sort_unstable();
+            let ids: Vec<SeqId> = self.samples.iter().filter(|(_, s)| named(&s.rid)).map(|(&id, _)| id).collect();
             for id in ids {
                 self.end(now, id, SampleErrorKind::Aborted, "the request was aborted by /abort_request".into());
             }
