@@ -39,7 +39,7 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     leash::hold();
     match run(cli.command) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => {
             // In one write, so that a signal, which `up` may send just now, cannot tear it; and nobody has to read it.
             let _ = stderr().write_all(format!("tandem: {error}\n").as_bytes());
@@ -48,15 +48,15 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(command: Command) -> Result<(), Box<dyn Error>> {
+fn run(command: Command) -> Result<ExitCode, Box<dyn Error>> {
     match command {
         Command::Up(args) => up::run(*args)?,
         Command::Gateway(args) => tandem_gateway::run(*args)?,
         Command::Worker(args) => {
             let args = args.merged()?;
             logging::start(args.log_level.as_deref())?;
-            tandem_worker::run(args)?;
+            return Ok(tandem_worker::run(args)?.exit_status().into());
         }
     }
-    Ok(())
+    Ok(ExitCode::SUCCESS)
 }

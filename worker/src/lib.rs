@@ -18,4 +18,4 @@ pub mod scheduler;
 
 pub use config::WorkerArgs;
 pub use error::StartError;
-pub use run::run;
+pub use run::{Ended, run};

@@ -72,6 +72,7 @@ struct Gauges {
     transfer_queue: Gauge,
     draining_pages: Gauge,
     quarantined_pages: Gauge,
+    quarantined_pages_max: Gauge,
     gen_throughput: Gauge,
 }
 
@@ -219,6 +220,7 @@ impl Gauges {
             draining_pages: family.gauge("num_draining_pages", "Pages of ended attempts without a proof of quiet."),
             gen_throughput: family.gauge("gen_throughput", "Output tokens per second over the last second of work."),
             quarantined_pages: family.gauge("num_quarantined_pages", "Of these, pages past the drain deadline."),
+            quarantined_pages_max: family.gauge("max_quarantined_pages", "With more of them the worker exits."),
         }
     }
 
@@ -237,6 +239,7 @@ impl Gauges {
         self.transfer_queue.set(loads.transfer_queue.into());
         self.draining_pages.set(loads.draining_pages.into());
         self.quarantined_pages.set(loads.quarantined_pages.into());
+        self.quarantined_pages_max.set(loads.quarantine_pages_max.into());
         self.gen_throughput.set(loads.gen_throughput.into());
     }
 }

@@ -80,6 +80,8 @@ pub struct PrefillQueues {
     pub bootstrap: u32,
     /// Requests whose pages are pinned after their prefill, or after their end, until quiet.
     pub inflight: u32,
+    /// Pages of ended requests whose writes did not settle within the drain deadline.
+    pub quarantined_pages: u32,
 }
 
 /// The prefill side over real channels.
@@ -230,6 +232,10 @@ impl PrefillHandoff for PrefillRole {
     }
 
     fn queues(&self) -> PrefillQueues {
-        PrefillQueues { bootstrap: self.source.waiting() as u32, inflight: self.source.inflight() as u32 }
+        PrefillQueues {
+            bootstrap: self.source.waiting() as u32,
+            inflight: self.source.inflight() as u32,
+            quarantined_pages: self.source.quarantined_pages() as u32,
+        }
     }
 }

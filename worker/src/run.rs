@@ -40,14 +40,35 @@ use crate::{
 const IO_THREADS: usize = 2;
 /// After running requests were cut, for their last events to leave.
 const CUT_GRACE: Duration = Duration::from_secs(2);
+/// Between two looks at whether requests still run.
+const REST_LOOK: Duration = Duration::from_millis(20);
 /// For the engine thread to end.
 const ENGINE_GRACE: Duration = Duration::from_secs(5);
 
-/// Serves until SIGTERM or SIGINT.
+/// Why a worker stopped, in order.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Ended {
+    /// It was told to.
+    Ordered,
+    /// Too many of its pages were in quarantine.
+    Quarantined,
+}
+
+impl Ended {
+    /// The process's exit status: 0, or a 3 that no other end has (1 is a failed start, 2 a wrong command line).
+    pub fn exit_status(self) -> u8 {
+        match self {
+            Ended::Ordered => 0,
+            Ended::Quarantined => 3,
+        }
+    }
+}
+
+/// Serves until SIGTERM or SIGINT, or until its quarantine is over the limit.
 ///
 /// # Errors
 /// What keeps the worker from starting; the message says what to do.
-pub fn run(args: WorkerArgs) -> Result<(), StartError> {
+pub fn run(args: WorkerArgs) -> Result<Ended, StartError> {
     let settings = Settings::check(&args.merged()?, host::cores())?;
     let runtime = Builder::new_multi_thread()
         .worker_threads(IO_THREADS)
@@ -62,10 +83,10 @@ pub fn run(args: WorkerArgs) -> Result<(), StartError> {
     })?;
     let taken = runtime.block_on(Taken::by(&settings)).map_err(|e| StartError::Handoff(e.to_string()))?;
     let worker = Worker::start(settings, taken, &runtime, &socket)?;
-    runtime.block_on(worker.serve(socket))?;
+    let ended = runtime.block_on(worker.serve(socket))?;
     // Blocking tasks may still tokenize for a client that is gone.
     runtime.shutdown_background();
-    Ok(())
+    Ok(ended)
 }
 
 /// A loaded worker that does not listen yet.
@@ -133,7 +154,7 @@ impl Worker {
         Ok(Worker { app, engine, settings })
     }
 
-    async fn serve(self, socket: TcpSocket) -> Result<(), StartError> {
+    async fn serve(self, socket: TcpSocket) -> Result<Ended, StartError> {
         let http = &self.settings.http;
         let mut signals = Signals::new()?;
         let listener = listen::listen(socket).map_err(|e| StartError::Http(format!("cannot listen: {e}")))?;
@@ -143,16 +164,16 @@ impl Worker {
         let facts = &self.app.facts;
         let address = Address { host: facts.host.clone(), port: facts.port };
         tracing::info!("ready: http://{address} ({})", facts.role.name());
-        let signal = async {
-            let name = signals.next().await;
-            tracing::info!("{name}: stopping, running requests have {} ms", http.shutdown_grace_ms);
+        let grace = Duration::from_millis(http.shutdown_grace_ms);
+        let order = async {
+            let order = self.until_stop(&mut signals, grace).await;
             self.app.stopping.store(true, Ordering::Release);
             let _ = stop.send(true);
+            order
         };
-        tokio::join!(server.accept(listener), signal);
-        let grace = Duration::from_millis(http.shutdown_grace_ms);
+        let ((), (ended, deadline)) = tokio::join!(server.accept(listener), order);
         let quiet = tokio::select! {
-            quiet = server.drain(grace) => quiet,
+            quiet = server.drain(deadline.saturating_duration_since(Instant::now())) => quiet,
             name = signals.next() => {
                 tracing::info!("{name} again: running requests are cut");
                 false
@@ -167,7 +188,36 @@ impl Worker {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         tracing::info!("stopped");
-        Ok(())
+        Ok(ended)
+    }
+
+    /// Waits until the worker must stop listening; running requests have until the instant. Over the quarantine's limit
+    /// it goes on listening until nothing runs, so that whoever asks for its health is told.
+    async fn until_stop(&self, signals: &mut Signals, grace: Duration) -> (Ended, Instant) {
+        let excess = tokio::select! {
+            name = signals.next() => {
+                tracing::info!("{name}: stopping, running requests have {} ms", grace.as_millis());
+                return (Ended::Ordered, Instant::now() + grace);
+            }
+            excess = self.engine.until_excess() => excess,
+        };
+        let status = Ended::Quarantined.exit_status();
+        tracing::error!(
+            "{excess}. This worker admits nothing more, gives running requests {} ms, and exits with status {status}; its \
+             end makes the pages safe, so start it again",
+            grace.as_millis()
+        );
+        let deadline = Instant::now() + grace;
+        while self.engine.loads().total_tokens > 0 && Instant::now() < deadline {
+            tokio::select! {
+                () = tokio::time::sleep(REST_LOOK) => {}
+                name = signals.next() => {
+                    tracing::info!("{name}: running requests are not waited for");
+                    return (Ended::Quarantined, Instant::now());
+                }
+            }
+        }
+        (Ended::Quarantined, deadline)
     }
 }
 

@@ -140,6 +140,8 @@ struct Transfer {
     written: usize,
     outstanding: u64,
     poisoned: bool,
+    /// The drain deadline has passed at least once.
+    quarantined: bool,
     account: BTreeMap<u32, Sent>,
 }
 
@@ -191,6 +193,15 @@ impl Source {
     pub fn inflight(&self) -> usize {
         let settling = |state: &State| matches!(state, State::Pushed(_) | State::Draining { .. });
         self.requests.values().filter(|request| settling(&request.state)).count()
+    }
+
+    /// Pages of ended requests whose posts did not settle within the drain deadline.
+    pub fn quarantined_pages(&self) -> usize {
+        let pages = |request: &Request| match &request.state {
+            State::Draining { transfer, .. } if transfer.quarantined => transfer.written,
+            _ => 0,
+        };
+        self.requests.values().map(pages).sum()
     }
 
     /// True when no request, Reserve or attempt is left; tombstones may be.
@@ -417,11 +428,11 @@ impl Source {
     }
 
     fn request_expired(&mut self, now: Time, id: RequestId) {
-        let Some(request) = self.requests.get(&id) else {
+        let Some(request) = self.requests.get_mut(&id) else {
             return;
         };
         let room = request.room;
-        match &request.state {
+        match &mut request.state {
             State::Waiting { .. } => {
                 let message = format!(
                     "no decode worker offered pages for bootstrap_room {room} within {} ms; a retry is safe",
@@ -437,6 +448,7 @@ impl Source {
                 self.end(now, id, Cause::new(Side::Prefill, CauseKind::Timeout, message), Notice::Failed);
             }
             State::Draining { transfer, .. } => {
+                transfer.quarantined = true;
                 let channel = transfer.attempt.channel();
                 let why =
                     format!("the writes of an ended attempt did not settle within {} ms", self.limits.drain_timeout_ms);

@@ -89,6 +89,10 @@ pub struct WorkerArgs {
     #[arg(long, value_name = "TOKENS")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub num_reserved_decode_tokens: Option<u32>,
+    /// KV pages that may stay in quarantine; with more the worker stops in order and exits with status 3 [default: a quarter of the pool]
+    #[arg(long, value_name = "PAGES")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub quarantine_pages_max: Option<u32>,
     /// cpu, cuda or auto [default: auto]
     #[arg(long)]
     #[serde(skip_serializing_if = "Option::is_none")]

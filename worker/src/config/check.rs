@@ -7,6 +7,8 @@ use crate::error::StartError;
 /// The pool's memory budget unless set: a share of the available memory, and no more than this.
 const KV_MEMORY_MIB_DEFAULT_MAX: u64 = 4096;
 const KV_MEMORY_SHARE: u64 = 8;
+/// The share of the pool's pages that may be in quarantine unless set.
+const QUARANTINE_SHARE: u32 = 4;
 const PAGE_SIZE_MAX: u32 = 1024;
 /// Token positions are counted in 32 bits everywhere, with room to add.
 const TOTAL_TOKENS_MAX: u64 = 1 << 30;
@@ -34,6 +36,7 @@ struct Limits {
     kv_memory_mib: Option<u64>,
     context_length: Option<u32>,
     num_reserved_decode_tokens: u32,
+    quarantine_pages_max: Option<u32>,
     tp_size: u32,
 }
 
@@ -115,6 +118,9 @@ impl Settings {
             max_total_tokens,
             context_length,
             num_reserved_decode_tokens: limits.num_reserved_decode_tokens,
+            quarantine_pages_max: limits
+                .quarantine_pages_max
+                .unwrap_or(max_total_tokens / limits.page_size / QUARANTINE_SHARE),
             tp_size: limits.tp_size,
             cpu_math: self.cpu_math,
             threads: self.threads,
@@ -193,6 +199,7 @@ fn check_limits(args: &WorkerArgs) -> Result<Limits, StartError> {
         kv_memory_mib: args.kv_memory_mib,
         context_length: args.context_length,
         num_reserved_decode_tokens,
+        quarantine_pages_max: args.quarantine_pages_max,
         tp_size,
     })
 }
@@ -271,6 +278,7 @@ mod tests {
         let engine = settings.engine(&facts()).unwrap();
         assert_eq!((engine.page_size, engine.context_length), (16, 2048));
         assert_eq!(engine.max_total_tokens, (1u32 << 30) / 46_080 / 16 * 16, "an eighth of 8 GiB, in whole pages");
+        assert_eq!(engine.quarantine_pages_max, engine.max_total_tokens / 16 / 4);
     }
 
     #[test]

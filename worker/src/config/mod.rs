@@ -60,6 +60,8 @@ pub struct EngineConfig {
     pub context_length: u32,
     /// Decode only: free tokens kept per running sequence before a new Reserve.
     pub num_reserved_decode_tokens: u32,
+    /// With more pages in quarantine the worker ends.
+    pub quarantine_pages_max: u32,
     pub tp_size: u32,
     pub cpu_math: CpuMath,
     pub threads: usize,

@@ -16,6 +16,7 @@ use tandem_handoff::ids::Time;
 use super::{
     inbox::{Mail, Submission},
     loads::{Loads, Rate},
+    quarantine::{Excess, Quarantine},
     sample::Sample,
     thread::{EngineParts, RoleDriver},
 };
@@ -27,6 +28,10 @@ use crate::{
     sampling::{self, SamplingFault, Scratch},
     scheduler::{Limits, Plan, Planned, Scheduler},
 };
+
+/// What a client is told by a worker whose quarantine passed its limit.
+const CONDEMNED: &str =
+    "this worker is about to exit, since too many of its KV pages are in quarantine; retry on another worker";
 
 /// What a turn came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,6 +55,7 @@ pub struct Core {
     logits: Vec<f32>,
     scratch: Scratch,
     queue_max: u32,
+    quarantine: Quarantine,
     totals: Totals,
     rate: Rate,
 }
@@ -80,6 +86,7 @@ impl Core {
             logits: Vec::new(),
             scratch: Scratch::default(),
             queue_max: parts.config.queue_requests_max,
+            quarantine: Quarantine::new(parts.config.quarantine_pages_max, pages),
             totals: Totals::default(),
             rate: Rate::default(),
         }
@@ -90,6 +97,7 @@ impl Core {
         self.take_mail(now, mail);
         self.poll_prefill(now);
         self.poll_decode(now);
+        self.watch_quarantine(now);
         self.reserve(now);
         let plan = self.scheduler.plan();
         self.totals.preemptions += plan.preempted as u64;
@@ -113,6 +121,28 @@ impl Core {
     /// For looks and checks from outside.
     pub fn scheduler(&self) -> &Scheduler {
         &self.scheduler
+    }
+
+    /// Past the limit nothing more is admitted, and what waits for its first pages ends at once, so that it can go elsewhere;
+    /// what holds pages goes on.
+    fn watch_quarantine(&mut self, now: Time) {
+        let quarantined = match &self.role {
+            RoleDriver::Null => 0,
+            RoleDriver::Prefill(role) => role.queues().quarantined_pages,
+            RoleDriver::Decode(role) => role.queues().quarantined_pages,
+        };
+        if !self.quarantine.see(quarantined) {
+            return;
+        }
+        let waiting: Vec<SeqId> = self.scheduler.waiting().iter().map(|sequence| sequence.id).collect();
+        for id in waiting {
+            self.end(now, id, SampleErrorKind::Unavailable, CONDEMNED.into());
+        }
+    }
+
+    /// Why nothing more is admitted.
+    pub fn excess(&self) -> Option<Excess> {
+        self.quarantine.excess()
     }
 
     /// Samples that wait for their first pages.
@@ -244,6 +274,8 @@ impl Core {
             used_pages: (counts.sequences + counts.attempts + counts.pinned) as u32,
             running_max: scheduler.limits().running_max as u32,
             queue_max: self.queue_max,
+            quarantine_pages_max: self.quarantine.max(),
+            excess: self.excess(),
             gen_throughput: self.rate.per_second(),
             retracted: scheduler.retracted().len() as u32,
             retracted_total: self.totals.preemptions,
@@ -262,6 +294,7 @@ impl Core {
                 loads.bootstrap_queue = queues.bootstrap;
                 loads.inflight_queue = queues.inflight;
                 loads.draining_pages = counts.pinned as u32;
+                loads.quarantined_pages = queues.quarantined_pages;
             }
             RoleDriver::Decode(role) => {
                 let queues = role.queues();

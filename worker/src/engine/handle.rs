@@ -8,11 +8,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 
 use super::{
     inbox::{Abort, Inbox, Submission},
     loads::Loads,
+    quarantine::Excess,
 };
 use crate::request::{SampleError, SampleErrorKind, SampleEvent, SampleRequest, SeqId};
 
@@ -23,7 +24,9 @@ const EVENTS_BESIDE_TOKENS: usize = 3;
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub inbox: Arc<Inbox>,
-    pub loads: Mutex<Loads>,
+    loads: Mutex<Loads>,
+    /// Set once: the quarantine is over its limit.
+    excess: watch::Sender<Option<Excess>>,
     pub alive: AtomicBool,
     /// Microseconds since `born` at which the present turn began; 0 while the thread waits for work.
     pub turn_began: AtomicU64,
@@ -39,6 +42,7 @@ impl Shared {
         Self {
             inbox,
             loads: Mutex::default(),
+            excess: watch::Sender::default(),
             alive: AtomicBool::new(true),
             turn_began: AtomicU64::new(0),
             born: Instant::now(),
@@ -46,6 +50,14 @@ impl Shared {
             queue_max,
             tokens_max,
         }
+    }
+
+    /// The state after a turn.
+    pub fn set_loads(&self, loads: Loads) {
+        if loads.excess.is_some() {
+            self.excess.send_if_modified(|known| std::mem::replace(known, loads.excess).is_none());
+        }
+        *self.loads.lock().unwrap_or_else(PoisonError::into_inner) = loads;
     }
 }
 
@@ -98,6 +110,16 @@ impl EngineHandle {
     /// The state after the last step.
     pub fn loads(&self) -> Loads {
         self.0.loads.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Waits until the quarantine is over its limit: the worker must end.
+    pub async fn until_excess(&self) -> Excess {
+        let mut excess = self.0.excess.subscribe();
+        match excess.wait_for(Option::is_some).await.ok().and_then(|excess| *excess) {
+            Some(excess) => excess,
+            // The sender lives as long as this handle.
+            None => std::future::pending().await,
+        }
     }
 
     /// False once the engine thread has ended, by shutdown or by a fault.

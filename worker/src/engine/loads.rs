@@ -2,6 +2,8 @@
 
 use tandem_handoff::ids::Time;
 
+use super::quarantine::Excess;
+
 /// A snapshot after a turn. The `_total` counts only grow.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Loads {
@@ -32,6 +34,10 @@ pub struct Loads {
     pub draining_pages: u32,
     /// Of these, pages past the drain deadline.
     pub quarantined_pages: u32,
+    /// With more quarantined pages the worker ends.
+    pub quarantine_pages_max: u32,
+    /// The quarantine was over its limit: nothing more is admitted.
+    pub excess: Option<Excess>,
     pub running_max: u32,
     pub queue_max: u32,
     /// Output tokens per second over the last second of work; 0 when idle.

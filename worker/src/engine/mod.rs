@@ -13,6 +13,7 @@ pub mod core;
 mod handle;
 mod inbox;
 mod loads;
+mod quarantine;
 mod sample;
 mod thread;
 #[cfg(test)]
@@ -21,4 +22,5 @@ pub(crate) mod toy;
 pub use handle::{EngineHandle, SampleStream};
 pub use inbox::{Abort, EngineWaker, Mail, Submission};
 pub use loads::Loads;
+pub use quarantine::Excess;
 pub use thread::{EngineParts, RoleDriver, spawn};

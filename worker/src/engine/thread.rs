@@ -2,7 +2,7 @@
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Arc, PoisonError, atomic::Ordering},
+    sync::{Arc, atomic::Ordering},
     time::Duration,
 };
 
@@ -56,7 +56,7 @@ pub fn spawn(parts: EngineParts) -> std::io::Result<EngineHandle> {
     let handle = EngineHandle(shared.clone());
     let clock = parts.clock.clone();
     let mut core = Core::new(parts);
-    *shared.loads.lock().unwrap_or_else(PoisonError::into_inner) = core.loads();
+    shared.set_loads(core.loads());
     std::thread::Builder::new().name("engine".into()).spawn(move || {
         let end = catch_unwind(AssertUnwindSafe(|| run(&mut core, &shared, &*clock)));
         if end.is_err() {
@@ -83,7 +83,7 @@ fn run(core: &mut Core, shared: &Shared, clock: &(dyn Fn() -> Time + Send + Sync
         }
         let turn = core.turn(clock(), mail);
         shared.inbox.set_waiting(core.waiting());
-        *shared.loads.lock().unwrap_or_else(PoisonError::into_inner) = core.loads();
+        shared.set_loads(core.loads());
         patience = match turn {
             Turn::Worked => None,
             Turn::Idle { until } => Some(Duration::from_micros(until.micros_since(clock())).min(IDLE_MAX)),

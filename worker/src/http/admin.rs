@@ -46,11 +46,8 @@ fn fault(app: &App) -> Option<String> {
     if age > STEP_AGE_MAX {
         return Some(format!("the engine's present step has been going on for {} s", age.as_secs()));
     }
-    let loads = app.engine.loads();
-    (loads.quarantined_pages > loads.total_pages / 2).then(|| {
-        let (quarantined, total) = (loads.quarantined_pages, loads.total_pages);
-        format!("{quarantined} of {total} KV pages are quarantined: restart this worker")
-    })
+    let excess = app.engine.loads().excess?;
+    Some(format!("{excess}; this worker admits nothing more, lets running requests end, and exits"))
 }
 
 fn unavailable(message: String) -> Response {
@@ -199,6 +196,7 @@ struct Pages {
     used: u32,
     draining: u32,
     quarantined: u32,
+    quarantined_max: u32,
 }
 
 #[derive(Serialize)]
@@ -232,6 +230,7 @@ fn load_entry(app: &App) -> LoadEntry {
             used: loads.used_pages,
             draining: loads.draining_pages,
             quarantined: loads.quarantined_pages,
+            quarantined_max: loads.quarantine_pages_max,
         },
         disaggregation: Disaggregation {
             mode: app.facts.role.name(),

@@ -237,6 +237,27 @@ fn pages_that_are_not_quiet_in_time_are_quarantined_and_never_freed_by_time() {
 }
 
 #[test]
+fn source_pages_whose_writes_do_not_settle_in_time_are_quarantined_until_they_do() {
+    let mut pair = Pair::new();
+    pair.open(1, 5);
+    pair.source.chunk_written(pair.now, RequestId(1), &[1, 2], 0..1);
+    pair.source.cancel(pair.now, RequestId(1), user());
+    pair.act();
+    assert_eq!(pair.source.quarantined_pages(), 0, "the drain deadline has not passed");
+    for _ in 0..100 {
+        pair.wait_ms(51);
+    }
+    assert_eq!(pair.source.quarantined_pages(), 1, "the second page was never posted");
+    assert!(!pair.p_is_quiet(1), "H5: time frees nothing");
+    for (attempt, _) in std::mem::take(&mut pair.posted) {
+        pair.source.settled(pair.now, attempt, 1, Settlement::Dropped);
+    }
+    pair.act();
+    assert!(pair.p_is_quiet(1));
+    assert_eq!(pair.source.quarantined_pages(), 0);
+}
+
+#[test]
 fn a_reserve_that_was_never_shown_gives_its_pages_back_at_once() {
     let mut sink = Sink::new(shape(), limits());
     sink.reserve(Time(0), RequestId(1), &ticket(5), &PROMPT, PublishedPages::new(vec![7, 3]));

@@ -75,6 +75,7 @@ impl Source {
             written: 0,
             outstanding: 0,
             poisoned: false,
+            quarantined: false,
             account: Default::default(),
         };
         if let Some(request) = self.requests.get_mut(&id) {

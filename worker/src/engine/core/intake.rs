@@ -6,7 +6,7 @@ use tandem_handoff::{
     wire::{Cause, CauseKind, Side, TOP_LOGPROBS_MAX},
 };
 
-use super::{Core, RoleDriver};
+use super::{CONDEMNED, Core, RoleDriver};
 use crate::{
     engine::{
         inbox::{Abort, Mail, Submission},
@@ -44,9 +44,8 @@ impl Core {
     /// Takes a sample in, or refuses it by its first and last event.
     pub(super) fn accept(&mut self, now: Time, submission: Submission) {
         let Submission { id, mut request, events } = submission;
-        if let Err(message) = self.admissible(&request) {
+        if let Err(error) = self.admissible(&request) {
             self.totals.failed += 1;
-            let error = SampleError { kind: SampleErrorKind::BadRequest, message };
             // A refused event means that the client has left already.
             let _ = events.try_send(SampleEvent::Failed(error));
             return;
@@ -71,7 +70,16 @@ impl Core {
         self.samples.insert(id, Sample::new(request, events, sampler, output, max_tokens));
     }
 
-    fn admissible(&self, request: &SampleRequest) -> Result<(), String> {
+    fn admissible(&self, request: &SampleRequest) -> Result<(), SampleError> {
+        if self.excess().is_some() {
+            return Err(SampleError { kind: SampleErrorKind::Unavailable, message: CONDEMNED.into() });
+        }
+        self.sound(request).map_err(|message| SampleError { kind: SampleErrorKind::BadRequest, message })
+    }
+
+    /// # Errors
+    /// What is wrong with the request itself.
+    fn sound(&self, request: &SampleRequest) -> Result<(), String> {
         if !matches!(self.role, RoleDriver::Null) {
             if request.ticket.is_none() {
                 return Err(ROLE_SERVER.into());

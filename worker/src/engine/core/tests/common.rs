@@ -46,6 +46,7 @@ pub fn config(shape: Shape, role: Role) -> EngineConfig {
         max_total_tokens: shape.pages * shape.page_size,
         context_length: shape.context,
         num_reserved_decode_tokens: shape.reserved_decode,
+        quarantine_pages_max: shape.pages / 4,
         tp_size: 1,
         cpu_math: CpuMath::Exact,
         threads: 1,
