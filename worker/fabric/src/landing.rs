@@ -126,7 +126,7 @@ impl Landing {
         if bytes != wanted as u64 {
             return Err(format!("piece {piece} with {bytes} bytes instead of {wanted}"));
         }
-        let offset = self.shape.head_offset(expected.pages[page], route.decode_head);
+        let offset = route.target_offset(&self.shape, expected.pages[page]);
         let memory = &self.memories[route.decode_rank as usize];
         assert!(offset + wanted <= memory.len(), "an offered page lies in its pool");
         Ok(Place { rank: route.decode_rank, offset, bytes: wanted })

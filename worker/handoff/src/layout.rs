@@ -32,6 +32,13 @@ impl PoolShape {
         first..end.max(first + 1)
     }
 
+    /// The lowest rank that holds `head` of the whole model, and the slot that the head has in that rank's pages.
+    pub fn holder(&self, head: u32) -> (u32, u32) {
+        let rank = (0..self.tp).find(|&rank| self.heads_of_rank(rank).contains(&head));
+        let rank = rank.expect("the ranks of a worker hold every head");
+        (rank, head - self.heads_of_rank(rank).start)
+    }
+
     /// Head slots of a page in each rank's pool. Where TP does not divide the heads, some ranks leave one unused.
     pub fn heads_per_rank(&self) -> u32 {
         self.kv_heads.div_ceil(self.tp)
@@ -80,7 +87,8 @@ impl PoolShape {
     }
 }
 
-/// One contiguous run of heads that moves from one P rank to one D rank, the same for every page.
+/// One contiguous range of a page that moves from one P rank to one D rank, the same for every page: a run of heads
+/// with all their layers, or some layers of one head.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Route {
     pub prefill_rank: u32,
@@ -90,47 +98,66 @@ pub struct Route {
     /// First head slot in the decode rank's page.
     pub decode_head: u32,
     pub heads: u32,
+    /// First layer of the range, and how many; fewer than all only where `heads` is 1.
+    pub layer: u32,
+    pub layers: u32,
+}
+
+impl Route {
+    /// Offset in the prefill rank's pool of the range in `page`.
+    pub fn source_offset(&self, prefill: &PoolShape, page: u32) -> usize {
+        prefill.plane_offset(page, self.prefill_head, self.layer, 0)
+    }
+
+    /// Offset in the decode rank's pool of the range in `page`.
+    pub fn target_offset(&self, decode: &PoolShape, page: u32) -> usize {
+        decode.plane_offset(page, self.decode_head, self.layer, 0)
+    }
 }
 
 /// How the pages of one P map onto those of one D. Both sides compute it from both shapes, so a piece is named on the
 /// wire by its index alone.
 ///
 /// Each head that a D rank holds comes from the lowest P rank that holds it, once per D rank; neighbouring heads from
-/// the same P rank move as one piece.
+/// the same P rank move as one piece, unless the layers move in groups.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Mapping {
     routes: Vec<Route>,
-    head_bytes: usize,
+    layer_bytes: usize,
 }
 
 impl Mapping {
-    /// The shapes must agree in everything but `tp` and `pages` (Hello compares them).
+    /// All layers of a head run together. The shapes must agree in everything but `tp` and `pages` (Hello compares them).
     pub fn new(prefill: &PoolShape, decode: &PoolShape) -> Self {
-        assert_eq!(prefill.kv_heads, decode.kv_heads, "Hello compared the KV heads");
-        assert_eq!(prefill.head_bytes(), decode.head_bytes(), "Hello compared the page layout");
-        let mut routes: Vec<Route> = Vec::new();
-        for decode_rank in 0..decode.tp {
-            let held = decode.heads_of_rank(decode_rank);
-            for head in held.clone() {
-                let prefill_rank = (0..prefill.tp)
-                    .find(|&rank| prefill.heads_of_rank(rank).contains(&head))
-                    .expect("the ranks of a worker hold every head");
-                let prefill_head = head - prefill.heads_of_rank(prefill_rank).start;
-                match routes.last_mut() {
-                    Some(last) if last.decode_rank == decode_rank && last.prefill_rank == prefill_rank => {
-                        last.heads += 1;
-                    }
-                    _ => routes.push(Route {
-                        prefill_rank,
-                        decode_rank,
-                        prefill_head,
-                        decode_head: head - held.start,
-                        heads: 1,
-                    }),
-                }
-            }
+        Self::grouped(prefill, decode, prefill.layers)
+    }
+
+    /// As [`Mapping::new`], with at most `layers_per_group` layers of a head in one piece. Where that is fewer than all,
+    /// each head moves by itself, since only then is a piece contiguous.
+    pub fn grouped(prefill: &PoolShape, decode: &PoolShape, layers_per_group: u32) -> Self {
+        assert!(layers_per_group > 0, "a group has layers");
+        let runs = head_runs(prefill, decode);
+        let layer_bytes = 2 * prefill.plane_bytes();
+        let layers = prefill.layers;
+        if layers_per_group >= layers {
+            return Self { routes: runs, layer_bytes };
         }
-        Self { routes, head_bytes: prefill.head_bytes() }
+        let heads = runs.iter().flat_map(|run| {
+            (0..run.heads).map(move |head| Route {
+                prefill_head: run.prefill_head + head,
+                decode_head: run.decode_head + head,
+                heads: 1,
+                ..*run
+            })
+        });
+        let groups = heads.flat_map(|head| {
+            (0..layers).step_by(layers_per_group as usize).map(move |layer| Route {
+                layer,
+                layers: layers_per_group.min(layers - layer),
+                ..head
+            })
+        });
+        Self { routes: groups.collect(), layer_bytes }
     }
 
     pub fn routes(&self) -> &[Route] {
@@ -154,8 +181,34 @@ impl Mapping {
 
     /// Bytes of one piece of `route`.
     pub fn bytes(&self, route: &Route) -> usize {
-        route.heads as usize * self.head_bytes
+        route.heads as usize * route.layers as usize * self.layer_bytes
     }
+}
+
+/// The head runs of a mapping, each with all layers, by D rank and then by head.
+fn head_runs(prefill: &PoolShape, decode: &PoolShape) -> Vec<Route> {
+    assert_eq!(prefill.kv_heads, decode.kv_heads, "Hello compared the KV heads");
+    assert_eq!(prefill.head_bytes(), decode.head_bytes(), "Hello compared the page layout");
+    let mut runs: Vec<Route> = Vec::new();
+    for decode_rank in 0..decode.tp {
+        let held = decode.heads_of_rank(decode_rank);
+        for head in held.clone() {
+            let (prefill_rank, prefill_head) = prefill.holder(head);
+            match runs.last_mut() {
+                Some(last) if last.decode_rank == decode_rank && last.prefill_rank == prefill_rank => last.heads += 1,
+                _ => runs.push(Route {
+                    prefill_rank,
+                    decode_rank,
+                    prefill_head,
+                    decode_head: head - held.start,
+                    heads: 1,
+                    layer: 0,
+                    layers: prefill.layers,
+                }),
+            }
+        }
+    }
+    runs
 }
 
 /// The pieces of one attempt that have landed: a set, not a count.

@@ -69,9 +69,9 @@ fn pieces(p: &PoolShape, d: &PoolShape, source: &[u32], target: &[u32]) -> Vec<P
             pieces.push(Piece {
                 index: mapping.piece(at, route_index) as u32,
                 source_rank: route.prefill_rank,
-                source_offset: p.head_offset(from, route.prefill_head),
+                source_offset: route.source_offset(p, from),
                 target_rank: route.decode_rank,
-                target_offset: d.head_offset(to, route.decode_head),
+                target_offset: route.target_offset(d, to),
                 bytes: mapping.bytes(route),
             });
         }
