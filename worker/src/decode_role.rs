@@ -8,7 +8,7 @@ use std::{collections::BTreeMap, sync::Arc};
 use tandem_fabric::{SinkFabric, SinkReport, tcp::TcpSink};
 use tandem_handoff::{
     fence::{FenceProof, PublishedPages},
-    ids::{Channel, RequestId, Time},
+    ids::{Attempt, Channel, RequestId, Time},
     sink::{Sink, SinkEffect, SinkFact},
     ticket::Ticket,
     wire::{Cause, FirstToken},
@@ -18,6 +18,7 @@ use crate::{
     bootstrap::{
         ControlEvent, ControlPlane, HandoffKey, HandoffParts, dialler, limits, sample_error, stats::HandoffStats,
     },
+    kv::sums::Checksums,
     request::{SampleError, SeqId},
 };
 
@@ -77,6 +78,8 @@ pub struct DecodeRole {
     offered: BTreeMap<RequestId, u64>,
     page_bytes: u64,
     facts: Vec<DecodeFact>,
+    /// Present where checksums are asked for.
+    checksums: Option<Checksums>,
 }
 
 impl DecodeRole {
@@ -98,7 +101,20 @@ impl DecodeRole {
         stats: Arc<HandoffStats>,
         page_bytes: u64,
     ) -> Self {
-        Self { sink, fabric, control, stats, offered: BTreeMap::new(), page_bytes, facts: Vec::new() }
+        Self { sink, fabric, control, stats, offered: BTreeMap::new(), page_bytes, facts: Vec::new(), checksums: None }
+    }
+
+    /// Asks P for checksums, and commits only pages that have them.
+    pub fn with_checksums(mut self, checksums: Checksums) -> Self {
+        self.sink.ask_checksums();
+        Self { checksums: Some(checksums), ..self }
+    }
+
+    fn verify(&mut self, now: Time, attempt: Attempt, pages: &[u32], held: usize, expected: &[u32]) {
+        let checksums = self.checksums.as_ref().expect("only a role with checksums lets its machine ask for them");
+        let outcome = checksums.compare(pages, held, expected);
+        self.sink.verified(now, attempt, outcome);
+        self.act(now);
     }
 
     /// For looks from outside: which state a request is in.
@@ -120,7 +136,7 @@ impl DecodeRole {
 
     fn channel_lost(&mut self, now: Time, channel: Channel, why: &str) {
         self.sink.channel_down(now, channel, why);
-        self.act();
+        self.act(now);
         self.fabric.close(channel);
     }
 
@@ -135,13 +151,16 @@ impl DecodeRole {
         }
     }
 
-    fn act(&mut self) {
+    fn act(&mut self, now: Time) {
         for effect in self.sink.effects() {
             match effect {
                 SinkEffect::Dial { address } => self.control.dial(address),
                 SinkEffect::Send { channel, frame } => self.control.send(channel, frame),
                 SinkEffect::Expect { attempt, pages, mapping } => self.fabric.expect(attempt, &pages, mapping),
                 SinkEffect::Revoke { attempt } => self.fabric.revoke(attempt),
+                SinkEffect::Verify { attempt, pages, held, checksums } => {
+                    self.verify(now, attempt, &pages, held, &checksums);
+                }
                 SinkEffect::PeerDrained { attempt } => self.fabric.peer_drained(attempt),
                 SinkEffect::Release { attempt } => self.fabric.release(attempt),
                 SinkEffect::CloseChannel { channel, why } => {
@@ -175,32 +194,32 @@ impl DecodeHandoff for DecodeRole {
         self.stats.allocated(now.micros_since(arrived));
         let request = RequestId(id.0);
         self.offered.insert(request, pages.len() as u64 * self.page_bytes);
-        self.sink.reserve(now, request, ticket, prompt, pages);
-        self.act();
+        self.sink.reserve(now, request, ticket, prompt, 0, pages);
+        self.act(now);
     }
 
     fn cancel(&mut self, now: Time, id: SeqId, cause: Cause) {
         self.sink.cancel(now, RequestId(id.0), cause);
-        self.act();
+        self.act(now);
     }
 
     fn poll(&mut self, now: Time) -> Vec<DecodeFact> {
         // The fabric first: a piece that landed before its channel was lost has landed.
         for report in self.fabric.poll() {
             self.fabric_report(now, report);
-            self.act();
+            self.act(now);
         }
         for event in self.control.poll() {
             self.control_event(now, event);
-            self.act();
+            self.act(now);
         }
         // Quiet that the events above brought about at once.
         for report in self.fabric.poll() {
             self.fabric_report(now, report);
-            self.act();
+            self.act(now);
         }
         self.sink.tick(now);
-        self.act();
+        self.act(now);
         std::mem::take(&mut self.facts)
     }
 

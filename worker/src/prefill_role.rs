@@ -18,6 +18,7 @@ use crate::{
         BootstrapPort, ControlEvent, ControlPlane, HandoffParts, HandoffStartError, limits, listener, sample_error,
         stats::HandoffStats,
     },
+    kv::sums::Checksums,
     request::{SampleError, SeqId},
 };
 
@@ -93,6 +94,8 @@ pub struct PrefillRole {
     /// When each live request arrived, and when its Reserve met it: for the metrics.
     met: BTreeMap<RequestId, (Time, Option<Time>)>,
     facts: Vec<PrefillFact>,
+    /// Absent where the pages cannot be read by this process.
+    checksums: Option<Checksums>,
 }
 
 impl PrefillRole {
@@ -105,7 +108,8 @@ impl PrefillRole {
         let fabric = TcpSource::new(parts.memories.clone(), parts.runtime.clone(), parts.waker.clone());
         let (control, address) = listener::start(&parts, port, fabric.clone())?;
         let source = Source::new(parts.shape, limits(parts.config));
-        Ok((Self::over(source, Box::new(fabric), control, parts.stats), address))
+        let checksums = Checksums::of_memory(parts.shape, parts.memories);
+        Ok((Self::over(source, Box::new(fabric), control, parts.stats).with_checksums(checksums), address))
     }
 
     /// The role over any fabric and any control plane.
@@ -115,7 +119,22 @@ impl PrefillRole {
         control: Box<dyn ControlPlane>,
         stats: Arc<HandoffStats>,
     ) -> Self {
-        Self { source, fabric, control, stats, met: BTreeMap::new(), facts: Vec::new() }
+        Self { source, fabric, control, stats, met: BTreeMap::new(), facts: Vec::new(), checksums: None }
+    }
+
+    /// Computes the checksums that a decode worker asks for.
+    pub fn with_checksums(self, checksums: Checksums) -> Self {
+        Self { checksums: Some(checksums), ..self }
+    }
+
+    /// Of `pages[range]`, where the decode worker of `id` wants them. The device has finished these pages.
+    fn sums(&self, id: SeqId, pages: &[u32], range: &Range<usize>) -> Vec<u32> {
+        match &self.checksums {
+            Some(checksums) if self.source.wants_checksums(RequestId(id.0)) => {
+                pages.get(range.clone()).map_or(Vec::new(), |pages| checksums.of(pages))
+            }
+            _ => Vec::new(),
+        }
     }
 
     /// For looks from outside: which state a request is in.
@@ -155,6 +174,7 @@ impl PrefillRole {
                     self.fabric.post(attempt, pieces);
                 }
                 SourceEffect::Stop { attempt } => self.fabric.stop(attempt),
+                SourceEffect::PeerSettled { attempt } => self.fabric.peer_settled(attempt),
                 SourceEffect::CloseChannel { channel, why } => {
                     self.control.close(channel, &why);
                     self.fabric.close(channel);
@@ -166,7 +186,7 @@ impl PrefillRole {
 
     fn fact(&mut self, now: Time, fact: SourceFact) {
         let fact = match fact {
-            SourceFact::Reserved { request, held_tokens } => {
+            SourceFact::Reserved { request, held_tokens, .. } => {
                 if let Some((_, reserved)) = self.met.get_mut(&request) {
                     *reserved = Some(now);
                 }
@@ -199,12 +219,14 @@ impl PrefillHandoff for PrefillRole {
     }
 
     fn chunk_written(&mut self, now: Time, id: SeqId, pages: &[u32], range: Range<usize>) {
-        self.source.chunk_written(now, RequestId(id.0), pages, range);
+        let sums = self.sums(id, pages, &range);
+        self.source.chunk_written(now, RequestId(id.0), pages, range, &sums);
         self.act(now);
     }
 
     fn finish(&mut self, now: Time, id: SeqId, pages: &[u32], range: Range<usize>, first: FirstToken) {
-        self.source.finish(now, RequestId(id.0), pages, range, first);
+        let sums = self.sums(id, pages, &range);
+        self.source.finish(now, RequestId(id.0), pages, range, &sums, first);
         self.act(now);
     }
 

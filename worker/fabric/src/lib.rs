@@ -35,6 +35,9 @@ pub trait SourceFabric: Send {
     fn post(&mut self, attempt: Attempt, pieces: Vec<Piece>);
     /// Begins no further piece of the attempt. Idempotent.
     fn stop(&mut self, attempt: Attempt);
+    /// D said that it reads no source page of the attempt any more. Only a backend whose D copies out of P's memory needs
+    /// it; the others know by themselves.
+    fn peer_settled(&mut self, attempt: Attempt);
     /// Ends the channel's data path; what was posted on it is settled.
     fn close(&mut self, channel: Channel);
     fn poll(&mut self) -> Vec<SourceReport>;

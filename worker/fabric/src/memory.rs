@@ -13,6 +13,7 @@ use std::{
 };
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use tandem_handoff::checksum::head_checksum;
 
 /// A zeroed mapping that lives as long as this value. Huge pages are asked for and not insisted on.
 ///
@@ -71,6 +72,16 @@ impl PoolMemory {
         // has a handle on the pool, and users of the raw pointer keep one while they use it. Processes that share the
         // memory can only read it.
         unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr(), self.bytes) }
+    }
+
+    /// The [`head_checksum`] of `bytes` bytes from offset `at` on. The page that they belong to is the caller's to read:
+    /// its owner has finished writing, and nobody else may write (H1, H5, H10).
+    pub fn checksum(&self, at: usize, bytes: usize) -> u32 {
+        assert!(at.checked_add(bytes).is_some_and(|end| end <= self.bytes), "{bytes} bytes at {at} of {}", self.bytes);
+        // SAFETY: the range lies in the mapping, whose bytes are initialised; that nobody writes to it during the call is
+        // what the caller promises. The slice does not outlive the call.
+        let bytes = unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(at), bytes) };
+        head_checksum(bytes)
     }
 
     pub fn len(&self) -> usize {

@@ -53,6 +53,7 @@
 //!   shown to a peer before.
 
 pub mod cause;
+pub mod checksum;
 pub mod deadline;
 pub mod fence;
 pub mod ids;
@@ -60,6 +61,7 @@ pub mod layout;
 pub mod limits;
 pub mod sink;
 pub mod source;
+pub mod state;
 pub mod ticket;
 pub mod wire;
 

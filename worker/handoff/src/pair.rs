@@ -112,7 +112,7 @@ impl Pair {
 
     fn d_reserve(&mut self, id: u64, room_value: u64, prompt: &[u32], pages: &[u32]) {
         let pages = PublishedPages::new(pages.to_vec());
-        self.sink.reserve(self.now, RequestId(id), &ticket(room_value), prompt, pages);
+        self.sink.reserve(self.now, RequestId(id), &ticket(room_value), prompt, 0, pages);
         self.act();
     }
 
@@ -124,8 +124,8 @@ impl Pair {
     }
 
     fn p_finish(&mut self, id: u64) {
-        self.source.chunk_written(self.now, RequestId(id), &[1, 2], 0..1);
-        self.source.finish(self.now, RequestId(id), &[1, 2], 1..2, first());
+        self.source.chunk_written(self.now, RequestId(id), &[1, 2], 0..1, &[]);
+        self.source.finish(self.now, RequestId(id), &[1, 2], 1..2, &[], first());
         self.act();
     }
 
@@ -175,7 +175,10 @@ impl Pair {
                     self.posted.extend(pieces.into_iter().map(|piece| (attempt, piece)));
                 }
                 SourceEffect::Fact(fact) => self.p_facts.push(fact),
-                SourceEffect::Send { .. } | SourceEffect::Stop { .. } | SourceEffect::CloseChannel { .. } => {}
+                SourceEffect::Send { .. }
+                | SourceEffect::Stop { .. }
+                | SourceEffect::PeerSettled { .. }
+                | SourceEffect::CloseChannel { .. } => {}
             }
         }
         for effect in self.sink.effects() {

@@ -7,13 +7,15 @@ use std::{collections::BTreeMap, mem};
 
 use crate::{
     cause::{Cause, CauseKind, Side},
+    checksum::Corrupt,
     deadline::Deadlines,
     fence::{Basis, FenceProof, Publication, PublishedPages},
     ids::{Attempt, Channel, RequestId, Room, Time},
     layout::{Mapping, PieceSet, PoolShape},
     limits::Limits,
+    state::AttemptState,
     ticket::{Address, Ticket},
-    wire::{Done, FirstToken, Frame, PAGES_MAX, Reserve, prompt_hash},
+    wire::{CHECKSUMS_MAX, Done, FirstToken, Frame, PAGES_MAX, Reserve, prompt_hash},
 };
 
 /// What the engine learns.
@@ -44,6 +46,14 @@ pub enum SinkEffect {
     Revoke {
         attempt: Attempt,
     },
+    /// Everything landed and Done came: compare the checksums of `pages`, which follow `held` pages of the prompt, with
+    /// these, `[page][kv head of the whole model]`, each copy of a replicated head too. Answered by `verified`.
+    Verify {
+        attempt: Attempt,
+        pages: Vec<u32>,
+        held: usize,
+        checksums: Vec<u32>,
+    },
     /// P says that all its writes have settled: a one-sided fabric needs it for its proof.
     PeerDrained {
         attempt: Attempt,
@@ -73,6 +83,8 @@ struct Peer {
 /// A request that is neither committed nor failed.
 struct Live {
     room: Room,
+    /// Leading tokens of the prompt that the caller holds already; `pages` are for the rest.
+    held_tokens: u32,
     pages: PublishedPages,
     publication: Publication,
     state: State,
@@ -80,13 +92,16 @@ struct Live {
 
 enum State {
     /// No channel to the prefill worker yet: nobody has seen the pages.
-    Dialling { address: Address, prompt_tokens: u32, prompt_hash: u128 },
+    Dialling { address: Address, prompt_tokens: u32, prompt_hash: u128, held_hash: u128 },
     /// The pages were offered.
     Offered { attempt: Attempt, landed: PieceSet, done: Option<Done> },
+    /// Everything is there, and the checksums are being compared.
+    Verifying { attempt: Attempt, first: FirstToken },
 }
 
 /// An attempt that ended before its commit: its pages wait for proof of quiet.
 struct Draining {
+    request: RequestId,
     pages: PublishedPages,
     publication: Publication,
     /// The drain deadline has passed at least once.
@@ -104,6 +119,8 @@ pub struct Sink {
     draining: BTreeMap<Attempt, Draining>,
     deadlines: Deadlines<Timer>,
     last_number: u64,
+    /// Ask for a checksum per page and KV head, and compare before the commit.
+    checksums: bool,
     effects: Vec<SinkEffect>,
 }
 
@@ -119,8 +136,14 @@ impl Sink {
             draining: BTreeMap::new(),
             deadlines: Deadlines::default(),
             last_number: 0,
+            checksums: false,
             effects: Vec::new(),
         }
+    }
+
+    /// Asks for a checksum per page and KV head from now on, and commits only what a `Verify` was answered well for.
+    pub fn ask_checksums(&mut self) {
+        self.checksums = true;
     }
 
     /// What is to be done, in order. The caller does it at once.
@@ -151,35 +174,83 @@ impl Sink {
         (pages(false), pages(true))
     }
 
+    /// Where the request is; `None` once its pages were given back.
+    pub fn state(&self, id: RequestId) -> Option<AttemptState> {
+        match self.live.get(&id).map(|live| &live.state) {
+            Some(State::Dialling { .. }) => Some(AttemptState::Dialling),
+            Some(State::Offered { .. }) => Some(AttemptState::Offered),
+            Some(State::Verifying { .. }) => Some(AttemptState::Verifying),
+            None => self.draining().find(|(request, _, _)| *request == id).map(|(_, _, state)| state),
+        }
+    }
+
+    /// The ended attempts that are not proven quiet, each `Draining` or `Quarantined`.
+    pub fn draining(&self) -> impl Iterator<Item = (RequestId, Attempt, AttemptState)> + '_ {
+        self.draining.iter().map(|(attempt, draining)| {
+            let state = if draining.quarantined { AttemptState::Quarantined } else { AttemptState::Draining };
+            (draining.request, *attempt, state)
+        })
+    }
+
     /// True when every list of pages has been given back.
     pub fn is_idle(&self) -> bool {
         self.live.is_empty() && self.draining.is_empty()
     }
 
-    /// Offers `pages`, room for the whole prompt, to the prefill worker of the ticket.
-    pub fn reserve(&mut self, now: Time, id: RequestId, ticket: &Ticket, prompt: &[u32], mut pages: PublishedPages) {
+    /// Offers `pages` to the prefill worker of the ticket: room for the prompt from `held_tokens` on. The pages of these
+    /// tokens, a whole-page prefix, stay with the caller, who leases them until commit or end (H1).
+    pub fn reserve(
+        &mut self,
+        now: Time,
+        id: RequestId,
+        ticket: &Ticket,
+        prompt: &[u32],
+        held_tokens: u32,
+        mut pages: PublishedPages,
+    ) {
         self.last_number += 1;
         let publication = Publication(self.last_number);
         pages.bind(publication);
-        let needed = self.shape.pages_for(prompt.len());
         let address = ticket.address();
+        let wrong = self.misfit(prompt, held_tokens, pages.len());
+        let held = &prompt[..prompt.len().min(held_tokens as usize)];
         let state = State::Dialling {
             address: address.clone(),
             prompt_tokens: prompt.len() as u32,
             prompt_hash: prompt_hash(prompt),
+            held_hash: prompt_hash(held),
         };
-        let wrong = pages.len() != needed || pages.len() > PAGES_MAX;
-        let given = pages.len();
-        self.live.insert(id, Live { room: ticket.room, pages, publication, state });
+        self.live.insert(id, Live { room: ticket.room, held_tokens, pages, publication, state });
         self.deadlines.set(Timer::Request(id), now.after_ms(self.limits.waiting_timeout_ms));
-        if wrong {
-            let message = format!("the engine gave {given} pages for a prompt that needs {needed}; please report this");
+        if let Some(message) = wrong {
             self.end(now, id, Cause::new(Side::Decode, CauseKind::Internal, message), true);
         } else if let Some(&channel) = self.by_address.get(&address) {
             self.offer(channel, id);
         } else {
             self.effects.push(SinkEffect::Dial { address });
         }
+    }
+
+    /// Why the engine's pages do not fit the prompt, if they do not.
+    fn misfit(&self, prompt: &[u32], held_tokens: u32, pages: usize) -> Option<String> {
+        let held = held_tokens as usize;
+        if !held_tokens.is_multiple_of(self.shape.page_size) || held > prompt.len() {
+            return Some(format!(
+                "the engine holds {held} tokens, no whole-page prefix of a prompt of {}; please report this",
+                prompt.len()
+            ));
+        }
+        let needed = self.shape.pages_for(prompt.len()) - held / self.shape.page_size as usize;
+        if pages != needed || pages > PAGES_MAX {
+            return Some(format!("the engine gave {pages} pages for a prompt that needs {needed}; please report this"));
+        }
+        let checksums = pages * self.shape.kv_heads as usize;
+        (self.checksums && checksums > CHECKSUMS_MAX).then(|| {
+            format!(
+                "the prompt has {checksums} checksums, {CHECKSUMS_MAX} is the most; use a smaller --context-length or no \
+                 --enable-kv-checksum"
+            )
+        })
     }
 
     /// Ends a request for a reason of this worker or of its client.
@@ -270,8 +341,32 @@ impl Sink {
     pub fn quiet(&mut self, attempt: Attempt) {
         if let Some(Draining { pages, publication, .. }) = self.draining.remove(&attempt) {
             self.deadlines.clear(Timer::Drain(attempt));
+            let channel = attempt.channel();
+            if self.channels.contains_key(&channel) {
+                // Where D copies out of P's memory, P's source is quiet only now.
+                self.effects.push(SinkEffect::Send { channel, frame: Frame::Settled { attempt } });
+            }
             let proof = FenceProof::new(publication, Basis::Quiet);
             self.fact(SinkFact::Quiet { pages, proof });
+        }
+    }
+
+    /// The answer to `Verify`. Nothing changes when the attempt has ended since (H3, H4).
+    pub fn verified(&mut self, now: Time, attempt: Attempt, outcome: Result<(), Corrupt>) {
+        let Some(&id) = self.attempts.get(&attempt) else {
+            return;
+        };
+        if !matches!(self.live.get(&id), Some(Live { state: State::Verifying { .. }, .. })) {
+            return;
+        }
+        match outcome {
+            Ok(()) => self.commit(id),
+            Err(corrupt) => {
+                let message = format!(
+                    "the KV cache arrived damaged: the checksum of {corrupt} is not the prefill worker's; a retry is safe"
+                );
+                self.end(now, id, Cause::new(Side::Decode, CauseKind::Internal, message), true);
+            }
         }
     }
 
@@ -300,6 +395,10 @@ impl Sink {
                 landed.landed(),
                 landed.size(),
                 if done.is_some() { "came" } else { "missing" },
+            ),
+            State::Verifying { .. } => format!(
+                "the checksums of the prompt of bootstrap_room {} were not compared within {waited} ms; a retry is safe",
+                live.room
             ),
         };
         self.end(now, id, Cause::new(Side::Decode, CauseKind::Timeout, message), true);
@@ -333,7 +432,7 @@ impl Sink {
         let (Some(peer), Some(live)) = (self.channels.get(&channel), self.live.get_mut(&id)) else {
             return;
         };
-        let State::Dialling { prompt_tokens, prompt_hash: hash, .. } = live.state else {
+        let State::Dialling { prompt_tokens, prompt_hash, held_hash, .. } = live.state else {
             return;
         };
         let attempt = channel.attempt(live.publication.0);
@@ -346,9 +445,10 @@ impl Sink {
             attempt,
             room: live.room,
             prompt_tokens,
-            prompt_hash: hash,
-            held_tokens: 0,
-            held_hash: prompt_hash(&[]),
+            prompt_hash,
+            held_tokens: live.held_tokens,
+            held_hash,
+            checksums: self.checksums,
             pages: pages.clone(),
         };
         self.effects.push(SinkEffect::Expect { attempt, pages, mapping });
@@ -359,18 +459,23 @@ impl Sink {
         let Some(&id) = self.attempts.get(&done.attempt) else {
             return;
         };
-        let Some(Live { state: State::Offered { landed, done: known, .. }, .. }) = self.live.get_mut(&id) else {
+        let Some(Live { pages, state: State::Offered { landed, done: known, .. }, .. }) = self.live.get_mut(&id) else {
             return;
         };
         if known.is_some() {
             return;
         }
         let sent: u64 = done.account.iter().fold(0, |sum, sent| sum.saturating_add(sent.pieces));
-        if sent != landed.size() as u64 {
-            let message = format!(
-                "the prefill worker says it sent {sent} pieces of the prompt, it has {}; a retry is safe",
-                landed.size()
-            );
+        let checksums = if self.checksums { pages.len() * self.shape.kv_heads as usize } else { done.checksums.len() };
+        let wrong = if sent != landed.size() as u64 {
+            Some(format!("it sent {sent} pieces of the prompt, it has {}", landed.size()))
+        } else if done.checksums.len() != checksums {
+            Some(format!("the prompt has {} checksums, it has {checksums}", done.checksums.len()))
+        } else {
+            None
+        };
+        if let Some(wrong) = wrong {
+            let message = format!("the prefill worker says {wrong}; a retry is safe");
             self.end(now, id, Cause::new(Side::Decode, CauseKind::Internal, message), true);
             return;
         }
@@ -378,17 +483,33 @@ impl Sink {
         self.commit_if_complete(id);
     }
 
-    /// H4: each piece of the set landed, and Done came.
+    /// H4: each piece of the set landed, and Done came; then the checksums are compared, where they are asked for.
     fn commit_if_complete(&mut self, id: RequestId) {
-        let complete = matches!(
-            self.live.get(&id).map(|live| &live.state),
-            Some(State::Offered { landed, done: Some(_), .. }) if landed.is_full()
-        );
-        if !complete {
+        let Some(live) = self.live.get_mut(&id) else {
+            return;
+        };
+        let State::Offered { attempt, landed, done } = &mut live.state else {
+            return;
+        };
+        if !landed.is_full() {
             return;
         }
-        let Some(Live { pages, publication, state: State::Offered { attempt, done: Some(done), .. }, .. }) =
-            self.live.remove(&id)
+        let attempt = *attempt;
+        let Some(Done { first, checksums, .. }) = done.take() else {
+            return;
+        };
+        live.state = State::Verifying { attempt, first };
+        if self.checksums {
+            let held = (live.held_tokens / self.shape.page_size) as usize;
+            let pages = live.pages.numbers().to_vec();
+            self.effects.push(SinkEffect::Verify { attempt, pages, held, checksums });
+        } else {
+            self.commit(id);
+        }
+    }
+
+    fn commit(&mut self, id: RequestId) {
+        let Some(Live { pages, publication, state: State::Verifying { attempt, first }, .. }) = self.live.remove(&id)
         else {
             return;
         };
@@ -396,7 +517,7 @@ impl Sink {
         self.deadlines.clear(Timer::Request(id));
         self.effects.push(SinkEffect::Release { attempt });
         let proof = FenceProof::new(publication, Basis::Landed);
-        self.fact(SinkFact::Committed { request: id, pages, proof, first: done.first });
+        self.fact(SinkFact::Committed { request: id, pages, proof, first });
     }
 
     /// P has settled everything it posted for an attempt that it, or we, ended.
@@ -413,7 +534,7 @@ impl Sink {
     /// Ends a request that is neither committed nor failed: one Failed to the engine (H7); its pages stay with the
     /// attempt until quiet. `tell` is false when the peer knows already, or is gone.
     fn end(&mut self, now: Time, id: RequestId, cause: Cause, tell: bool) {
-        let Some(Live { room, pages, publication, state }) = self.live.remove(&id) else {
+        let Some(Live { room, pages, publication, state, .. }) = self.live.remove(&id) else {
             return;
         };
         self.deadlines.clear(Timer::Request(id));
@@ -422,14 +543,14 @@ impl Sink {
                 self.fact(SinkFact::Failed { request: id, cause });
                 self.fact(SinkFact::Quiet { pages, proof: FenceProof::new(publication, Basis::NeverShown) });
             }
-            State::Offered { attempt, .. } => {
+            State::Offered { attempt, .. } | State::Verifying { attempt, .. } => {
                 self.attempts.remove(&attempt);
                 if tell {
                     let frame = Frame::Abort { attempt, room, cause: cause.clone() };
                     self.effects.push(SinkEffect::Send { channel: attempt.channel(), frame });
                 }
                 self.fact(SinkFact::Failed { request: id, cause });
-                self.draining.insert(attempt, Draining { pages, publication, quarantined: false });
+                self.draining.insert(attempt, Draining { request: id, pages, publication, quarantined: false });
                 self.deadlines.set(Timer::Drain(attempt), now.after_ms(self.limits.drain_timeout_ms));
                 self.effects.push(SinkEffect::Revoke { attempt });
             }

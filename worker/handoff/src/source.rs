@@ -15,6 +15,7 @@ use crate::{
     ids::{Attempt, Channel, RequestId, Room, Time},
     layout::{Mapping, PoolShape},
     limits::Limits,
+    state::AttemptState,
     wire::{Done, FirstToken, Frame, Phases, Reserve, Sent},
 };
 
@@ -48,9 +49,11 @@ pub enum Settlement {
 /// What the engine learns.
 #[derive(Clone, PartialEq, Debug)]
 pub enum SourceFact {
+    /// D holds pages: prefill may start. `checksums` says whether D wants one per page and KV head.
     Reserved {
         request: RequestId,
         held_tokens: u32,
+        checksums: bool,
     },
     /// Everything was handed over: so many bytes, from the first post (or Reserve, when D held the whole prompt) on.
     Delivered {
@@ -79,6 +82,10 @@ pub enum SourceEffect {
     },
     /// Begin no further post of the attempt, and settle what is posted.
     Stop {
+        attempt: Attempt,
+    },
+    /// D says that it reads no source page of the attempt any more: a fabric whose D copies needs it to settle.
+    PeerSettled {
         attempt: Attempt,
     },
     CloseChannel {
@@ -143,6 +150,36 @@ struct Transfer {
     /// The drain deadline has passed at least once.
     quarantined: bool,
     account: BTreeMap<u32, Sent>,
+    /// `[page after the held ones][kv head]`, as far as written; `None` when D asked for none.
+    checksums: Option<Vec<u32>>,
+}
+
+impl Transfer {
+    /// Books `pages[range]` as written, with their checksums.
+    fn write(&mut self, range: &Range<usize>, pages: usize, sums: &[u32], kv_heads: usize) -> Result<(), Cause> {
+        let internal = |message| Err(Cause::new(Side::Prefill, CauseKind::Internal, message));
+        let bounds = self.written == range.start && range.end >= range.start;
+        if !bounds || range.end > self.pages || range.end > pages {
+            return internal(format!(
+                "the engine reported pages {range:?} after {} of {}, which is out of order; please report this",
+                self.written, self.pages
+            ));
+        }
+        if let Some(checksums) = &mut self.checksums {
+            if sums.len() != range.len() * kv_heads {
+                return internal(format!(
+                    "the decode worker wants a checksum per page and KV head, and the backend of the prefill worker \
+                     gave {} for {} pages of {kv_heads} heads; start the decode worker without --enable-kv-checksum",
+                    sums.len(),
+                    range.len()
+                ));
+            }
+            let held = self.held.clamp(range.start, range.end) - range.start;
+            checksums.extend_from_slice(&sums[held * kv_heads..]);
+        }
+        self.written = range.end;
+        Ok(())
+    }
 }
 
 /// The prefill side of one worker.
@@ -202,6 +239,23 @@ impl Source {
             _ => 0,
         };
         self.requests.values().map(pages).sum()
+    }
+
+    /// Where the request is; `None` once it is forgotten.
+    pub fn state(&self, id: RequestId) -> Option<AttemptState> {
+        Some(match &self.requests.get(&id)?.state {
+            State::Waiting { .. } => AttemptState::Waiting,
+            State::Open(_) => AttemptState::Open,
+            State::Pushed(_) => AttemptState::Pushed,
+            State::Draining { transfer, .. } if transfer.quarantined => AttemptState::Quarantined,
+            State::Draining { .. } => AttemptState::Draining,
+        })
+    }
+
+    /// Whether D wants checksums of the request's pages.
+    pub fn wants_checksums(&self, id: RequestId) -> bool {
+        let state = self.requests.get(&id).map(|request| &request.state);
+        matches!(state, Some(State::Open(transfer)) if transfer.checksums.is_some())
     }
 
     /// True when no request, Reserve or attempt is left; tombstones may be.
@@ -288,25 +342,17 @@ impl Source {
         }
     }
 
-    /// The device finished `pages[range]`; see [`Source::finish`].
-    pub fn chunk_written(&mut self, now: Time, id: RequestId, pages: &[u32], range: Range<usize>) {
+    /// The device finished `pages[range]`, whole pages, contiguous from the last call's end; `pages` are the sequence's
+    /// pages from token 0. `sums` are the checksums of these pages, `[page in range][kv head of the whole model]`, where
+    /// D asked for them, and empty elsewhere.
+    pub fn chunk_written(&mut self, now: Time, id: RequestId, pages: &[u32], range: Range<usize>, sums: &[u32]) {
         let Some(Request { state: State::Open(transfer), .. }) = self.requests.get_mut(&id) else {
             return;
         };
-        let bounds = transfer.written == range.start && range.end >= range.start;
-        if !bounds || range.end > transfer.pages || range.end > pages.len() {
-            let cause = Cause::new(
-                Side::Prefill,
-                CauseKind::Internal,
-                format!(
-                    "the engine reported pages {range:?} after {} of {}, which is out of order; please report this",
-                    transfer.written, transfer.pages
-                ),
-            );
+        if let Err(cause) = transfer.write(&range, pages.len(), sums, self.shape.kv_heads as usize) {
             self.end(now, id, cause, Notice::Failed);
             return;
         }
-        transfer.written = range.end;
         let attempt = transfer.attempt;
         let Some(peer) = self.peers.get(&attempt.channel()) else {
             return;
@@ -326,19 +372,25 @@ impl Source {
         transfer.outstanding += pieces.len() as u64;
         if !pieces.is_empty() {
             transfer.first_post.get_or_insert(now);
-        }
-        if !pieces.is_empty() {
             self.effects.push(SourceEffect::Post { attempt, pieces });
         }
     }
 
     /// The device finished the last pages, perhaps none: posts them and sends Done.
-    pub fn finish(&mut self, now: Time, id: RequestId, pages: &[u32], range: Range<usize>, first: FirstToken) {
-        self.chunk_written(now, id, pages, range);
+    pub fn finish(
+        &mut self,
+        now: Time,
+        id: RequestId,
+        pages: &[u32],
+        range: Range<usize>,
+        sums: &[u32],
+        first: FirstToken,
+    ) {
+        self.chunk_written(now, id, pages, range, sums);
         let Some(request) = self.requests.get_mut(&id) else {
             return;
         };
-        let State::Open(transfer) = &request.state else {
+        let State::Open(transfer) = &mut request.state else {
             return;
         };
         if transfer.written != transfer.pages {
@@ -357,6 +409,7 @@ impl Source {
                 rendezvous_us: transfer.opened.micros_since(request.arrived),
                 prefill_us: now.micros_since(transfer.opened),
             },
+            checksums: transfer.checksums.take().unwrap_or_default(),
         };
         let channel = transfer.attempt.channel();
         self.effects.push(SourceEffect::Send { channel, frame: Frame::Done(done) });
@@ -408,7 +461,12 @@ impl Source {
         match frame {
             Frame::Reserve(reserve) => self.reserved(now, channel, reserve),
             Frame::Abort { attempt, room, cause } => self.aborted(now, attempt, room, cause),
-            Frame::Settled { .. } | Frame::Ping { .. } => {}
+            Frame::Settled { attempt } => {
+                if self.attempts.contains_key(&attempt) {
+                    self.effects.push(SourceEffect::PeerSettled { attempt });
+                }
+            }
+            Frame::Ping { .. } => {}
             Frame::Done(_) | Frame::Failed { .. } | Frame::Drained { .. } => {
                 let why = "the decode worker sent a frame that only a prefill worker sends";
                 self.effects.push(SourceEffect::CloseChannel { channel, why: why.into() });
@@ -552,9 +610,9 @@ fn pieces_of(shape: &PoolShape, peer: &Peer, transfer: &Transfer, pages: &[u32],
             pieces.push(Piece {
                 index: mapping.piece(in_set, route_index) as u32,
                 source_rank: route.prefill_rank,
-                source_offset: shape.head_offset(pages[page], route.prefill_head),
+                source_offset: route.source_offset(shape, pages[page]),
                 target_rank: route.decode_rank,
-                target_offset: peer.shape.head_offset(transfer.targets[in_set], route.decode_head),
+                target_offset: route.target_offset(&peer.shape, transfer.targets[in_set]),
                 bytes: mapping.bytes(route),
             });
         }

@@ -19,6 +19,9 @@ pub const FRAME_BYTES_MAX: usize = 1 << 20;
 pub const PAGES_MAX: usize = 200_000;
 /// Entries of Done's account at most: ranks times rails.
 pub const ACCOUNT_MAX: usize = 4096;
+/// Checksums in one Done at most: pages of the longest prompt times KV heads. With every other list of a Done at its
+/// limit too, the frame is still within [`FRAME_BYTES_MAX`].
+pub const CHECKSUMS_MAX: usize = 200_000;
 
 /// One frame. Every frame but Ping carries its attempt, which is checked first (H3).
 #[derive(Clone, PartialEq, Debug)]
@@ -50,6 +53,8 @@ pub struct Reserve {
     pub held_tokens: u32,
     /// [`prompt_hash`] of the held prefix.
     pub held_hash: u128,
+    /// D will compare a checksum per page and KV head: Done is to carry them.
+    pub checksums: bool,
     /// D's pages for the rest of the prompt, in token order.
     pub pages: Vec<u32>,
 }
@@ -60,6 +65,8 @@ pub struct Done {
     pub first: FirstToken,
     pub account: Vec<Sent>,
     pub phases: Phases,
+    /// `[page of the Reserve][kv head of the whole model]`; empty when the Reserve asked for none.
+    pub checksums: Vec<u32>,
 }
 
 /// What went to one decode rank over one rail.
@@ -153,7 +160,7 @@ fn read_room(r: &mut Reader<'_>) -> Result<Room, WireError> {
 fn write_reserve(w: &mut Writer, reserve: &Reserve) {
     w.u8(1).attempt(&reserve.attempt).u64(reserve.room.get());
     w.u32(reserve.prompt_tokens).u128(reserve.prompt_hash);
-    w.u32(reserve.held_tokens).u128(reserve.held_hash);
+    w.u32(reserve.held_tokens).u128(reserve.held_hash).u8(reserve.checksums.into());
     w.count(reserve.pages.len(), PAGES_MAX);
     for page in &reserve.pages {
         w.u32(*page);
@@ -167,9 +174,10 @@ fn read_reserve(r: &mut Reader<'_>) -> Result<Reserve, WireError> {
     let prompt_hash = r.u128("prompt hash")?;
     let held_tokens = r.u32("held tokens")?;
     let held_hash = r.u128("held hash")?;
+    let checksums = r.flag("checksums")?;
     let count = r.count(PAGES_MAX, 4, "pages")?;
     let pages = (0..count).map(|_| r.u32("pages")).collect::<Result<_, _>>()?;
-    Ok(Reserve { attempt, room, prompt_tokens, prompt_hash, held_tokens, held_hash, pages })
+    Ok(Reserve { attempt, room, prompt_tokens, prompt_hash, held_tokens, held_hash, checksums, pages })
 }
 
 fn write_done(w: &mut Writer, done: &Done) {
@@ -191,6 +199,10 @@ fn write_done(w: &mut Writer, done: &Done) {
         w.u32(sent.rank).u32(sent.rail).u64(sent.pieces).u64(sent.bytes);
     }
     w.u64(done.phases.rendezvous_us).u64(done.phases.prefill_us);
+    w.count(done.checksums.len(), CHECKSUMS_MAX);
+    for checksum in &done.checksums {
+        w.u32(*checksum);
+    }
 }
 
 fn read_done(r: &mut Reader<'_>) -> Result<Done, WireError> {
@@ -219,7 +231,9 @@ fn read_done(r: &mut Reader<'_>) -> Result<Done, WireError> {
         })
         .collect::<Result<_, WireError>>()?;
     let phases = Phases { rendezvous_us: r.u64("phases")?, prefill_us: r.u64("phases")? };
-    Ok(Done { attempt, first: FirstToken { token, logprob, cached_tokens }, account, phases })
+    let count = r.count(CHECKSUMS_MAX, 4, "checksums")?;
+    let checksums = (0..count).map(|_| r.u32("checksums")).collect::<Result<_, _>>()?;
+    Ok(Done { attempt, first: FirstToken { token, logprob, cached_tokens }, account, phases, checksums })
 }
 
 #[cfg(test)]

@@ -61,7 +61,7 @@ impl DecodeScript {
             let pieces = state.pieces[&attempt].1;
             state.reports.push(SinkReport::Landed { attempt, pieces: (0..pieces).collect() });
             let account = vec![Sent { rank: 0, rail: 0, pieces: pieces.into(), bytes: 0 }];
-            let done = Done { attempt, first, account, phases: Phases::default() };
+            let done = Done { attempt, first, account, phases: Phases::default(), checksums: vec![] };
             state.events.push(ControlEvent::Frame { channel: CHANNEL, frame: Frame::Done(done) });
         });
     }

@@ -26,6 +26,8 @@ struct State {
     last_number: u64,
     hold_writes: bool,
     held: Vec<(Attempt, u64)>,
+    checksums: bool,
+    peer_settled: Vec<Attempt>,
 }
 
 /// The decode worker's part, played by a test. After each call the role must be polled.
@@ -60,11 +62,28 @@ impl PrefillScript {
                 prompt_hash: prompt_hash(prompt),
                 held_tokens: 0,
                 held_hash: prompt_hash(&[]),
+                checksums: state.checksums,
                 pages,
             };
             state.events.push(ControlEvent::Frame { channel: CHANNEL, frame: Frame::Reserve(reserve) });
             attempt
         })
+    }
+
+    /// From now on D asks for checksums.
+    pub fn ask_checksums(&self) {
+        self.with(|state| state.checksums = true);
+    }
+
+    /// D says that it reads no page of the attempt any more.
+    pub fn settle(&self, attempt: Attempt) {
+        let frame = Frame::Settled { attempt };
+        self.with(|state| state.events.push(ControlEvent::Frame { channel: CHANNEL, frame }));
+    }
+
+    /// Attempts that the fabric was told of as settled by D.
+    pub fn peer_settled(&self) -> Vec<Attempt> {
+        self.with(|state| state.peer_settled.clone())
     }
 
     /// D ends the attempt.
@@ -117,6 +136,10 @@ impl SourceFabric for PrefillScript {
 
     fn stop(&mut self, _attempt: Attempt) {}
 
+    fn peer_settled(&mut self, attempt: Attempt) {
+        self.with(|state| state.peer_settled.push(attempt));
+    }
+
     fn close(&mut self, _channel: Channel) {}
 
     fn poll(&mut self) -> Vec<SourceReport> {
@@ -150,6 +173,7 @@ mod tests {
 
     use super::*;
     use crate::{
+        kv::sums::{Checksums, PageSums},
         prefill_role::{PrefillFact, PrefillHandoff},
         request::SeqId,
     };
@@ -193,8 +217,54 @@ mod tests {
         let facts = role.poll(Time(3));
         assert!(matches!(&facts[..], [PrefillFact::Failed { .. }]), "{facts:?}");
         assert!(script.sent().is_empty(), "Drained waits for the writes");
+        script.settle(attempt);
+        role.poll(Time(3));
+        assert_eq!(script.peer_settled(), [attempt]);
         script.hold_writes(false);
         assert_eq!(role.poll(Time(4)), [PrefillFact::Quiet { id: SeqId(1) }]);
         assert_eq!(script.sent(), [Frame::Drained { attempt }]);
+        script.settle(attempt);
+        role.poll(Time(5));
+        assert_eq!(script.peer_settled(), [attempt], "an attempt that is forgotten is not settled again (H3)");
+    }
+
+    struct Counted;
+
+    impl PageSums for Counted {
+        fn sum(&self, rank: u32, page: u32, slot: u32) -> u32 {
+            rank * 100 + page * 10 + slot
+        }
+    }
+
+    #[test]
+    fn checksums_travel_with_done_where_d_asks_for_them() {
+        for asked in [true, false] {
+            let (role, script) = prefill_role(shape(), Limits::default());
+            let mut role = role.with_checksums(Checksums::over(shape(), Box::new(Counted)));
+            if asked {
+                script.ask_checksums();
+            }
+            role.request(Time(0), SeqId(1), &ticket(), &[1, 2, 3, 4, 5]);
+            script.reserve(room(), &[1, 2, 3, 4, 5], vec![6, 2]);
+            role.poll(Time(1));
+            role.chunk_written(Time(2), SeqId(1), &[4, 0], 0..1);
+            role.finish(Time(3), SeqId(1), &[4, 0], 1..2, FirstToken { token: 7, logprob: None, cached_tokens: 0 });
+            let sent = script.sent();
+            let [Frame::Done(done)] = &sent[..] else { panic!("{sent:?}") };
+            assert_eq!(done.checksums, if asked { vec![40, 41, 0, 1] } else { vec![] });
+        }
+    }
+
+    #[test]
+    fn a_worker_that_cannot_compute_checksums_says_so() {
+        let (mut role, script) = prefill_role(shape(), Limits::default());
+        script.ask_checksums();
+        role.request(Time(0), SeqId(1), &ticket(), &[1, 2, 3, 4, 5]);
+        script.reserve(room(), &[1, 2, 3, 4, 5], vec![6, 2]);
+        role.poll(Time(1));
+        role.chunk_written(Time(2), SeqId(1), &[4, 0], 0..1);
+        let facts = role.poll(Time(3));
+        let [PrefillFact::Failed { error, .. }, PrefillFact::Quiet { .. }] = &facts[..] else { panic!("{facts:?}") };
+        assert!(error.message.contains("--enable-kv-checksum"), "{}", error.message);
     }
 }

@@ -8,7 +8,7 @@ use super::*;
 fn request_before_reserve_is_delivered() {
     let mut pair = Pair::new();
     pair.open(1, 5);
-    assert_eq!(pair.p_facts, [SourceFact::Reserved { request: RequestId(1), held_tokens: 0 }]);
+    assert_eq!(pair.p_facts, [SourceFact::Reserved { request: RequestId(1), held_tokens: 0, checksums: false }]);
     pair.p_finish(1);
     pair.deliver();
     assert!(!pair.committed(1), "H4: Done alone commits nothing");
@@ -45,7 +45,7 @@ fn a_request_that_ended_early_is_remembered_and_the_late_reserve_fails_at_once()
     pair.assert_ended(&[&[7, 3]], Basis::Quiet);
     // The tombstone was consumed: the room serves again.
     pair.open(2, 5);
-    assert!(pair.p_facts.contains(&SourceFact::Reserved { request: RequestId(2), held_tokens: 0 }));
+    assert!(pair.p_facts.contains(&SourceFact::Reserved { request: RequestId(2), held_tokens: 0, checksums: false }));
 }
 
 #[test]
@@ -125,7 +125,7 @@ fn a_second_live_use_of_a_room_is_refused_and_the_first_is_unharmed() {
 fn a_cancelled_transfer_pins_both_sides_until_its_writes_have_settled() {
     let mut pair = Pair::new();
     pair.open(1, 5);
-    pair.source.chunk_written(pair.now, RequestId(1), &[1, 2], 0..1);
+    pair.source.chunk_written(pair.now, RequestId(1), &[1, 2], 0..1, &[]);
     pair.act();
     pair.sink.cancel(pair.now, RequestId(1), user());
     pair.act();
@@ -160,7 +160,7 @@ fn a_failure_of_p_reaches_the_client_of_d_with_its_root_cause() {
 fn a_lost_channel_ends_open_attempts_on_both_sides() {
     let mut pair = Pair::new();
     pair.open(1, 5);
-    pair.source.chunk_written(pair.now, RequestId(1), &[1, 2], 0..1);
+    pair.source.chunk_written(pair.now, RequestId(1), &[1, 2], 0..1, &[]);
     pair.act();
     pair.cut();
     assert_eq!(pair.p_failure(1).expect("failed").kind, CauseKind::Lost);
@@ -212,7 +212,7 @@ fn a_restarted_prefill_worker_is_another_peer_and_old_frames_change_nothing() {
 fn a_poisoned_attempt_gets_no_drained() {
     let mut pair = Pair::new();
     pair.open(1, 5);
-    pair.source.chunk_written(pair.now, RequestId(1), &[1, 2], 0..1);
+    pair.source.chunk_written(pair.now, RequestId(1), &[1, 2], 0..1, &[]);
     pair.act();
     let (attempt, _) = pair.posted.pop_front().expect("posted");
     pair.source.settled(pair.now, attempt, 1, Settlement::Unknown);
@@ -260,7 +260,7 @@ fn source_pages_whose_writes_do_not_settle_in_time_are_quarantined_until_they_do
 #[test]
 fn a_reserve_that_was_never_shown_gives_its_pages_back_at_once() {
     let mut sink = Sink::new(shape(), limits());
-    sink.reserve(Time(0), RequestId(1), &ticket(5), &PROMPT, PublishedPages::new(vec![7, 3]));
+    sink.reserve(Time(0), RequestId(1), &ticket(5), &PROMPT, 0, PublishedPages::new(vec![7, 3]));
     assert!(matches!(&sink.effects()[..], [SinkEffect::Dial { .. }]));
     sink.dial_failed(Time(1), &ticket(5).address(), user());
     let effects = sink.effects();
@@ -333,11 +333,11 @@ proptest! {
                 }
                 Step::Chunk if written == 0 && pair.p_facts.iter().any(|f| matches!(f, SourceFact::Reserved { .. })) => {
                     written = 1;
-                    pair.source.chunk_written(now, RequestId(1), &[1, 2], 0..1);
+                    pair.source.chunk_written(now, RequestId(1), &[1, 2], 0..1, &[]);
                 }
                 Step::Finish if written == 1 => {
                     written = 2;
-                    pair.source.finish(now, RequestId(1), &[1, 2], 1..2, first());
+                    pair.source.finish(now, RequestId(1), &[1, 2], 1..2, &[], first());
                 }
                 Step::CancelP => pair.source.cancel(now, RequestId(1), user()),
                 Step::CancelD => pair.sink.cancel(now, RequestId(1), user()),

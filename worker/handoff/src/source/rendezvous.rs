@@ -4,7 +4,7 @@ use super::{Notice, Request, RoomUse, Source, SourceEffect, SourceFact, State, T
 use crate::{
     cause::{Cause, CauseKind, Side},
     ids::{Attempt, Channel, RequestId, Room, Time},
-    wire::{Frame, Reserve, prompt_hash},
+    wire::{CHECKSUMS_MAX, Frame, Reserve, prompt_hash},
 };
 
 impl Source {
@@ -59,12 +59,13 @@ impl Source {
         };
         let pages = self.shape.pages_for(prompt.len());
         let peer_pages = self.peers.get(&attempt.channel()).map_or(0, |peer| peer.shape.pages);
-        if let Err(cause) = compare(self.shape.page_size, prompt, pages, peer_pages, &reserve) {
+        let fits = compare(self.shape.page_size, prompt, pages, peer_pages, &reserve);
+        if let Err(cause) = fits.and_then(|()| checksums_fit(&reserve, self.shape.kv_heads)) {
             self.refuse(attempt, cause.clone());
             self.forget_waiting(id, cause);
             return;
         }
-        let held_tokens = reserve.held_tokens;
+        let (held_tokens, checksums) = (reserve.held_tokens, reserve.checksums);
         let transfer = Transfer {
             attempt,
             opened: now,
@@ -77,13 +78,14 @@ impl Source {
             poisoned: false,
             quarantined: false,
             account: Default::default(),
+            checksums: checksums.then(Vec::new),
         };
         if let Some(request) = self.requests.get_mut(&id) {
             request.state = State::Open(transfer);
         }
         self.attempts.insert(attempt, id);
         self.deadlines.set(Timer::Request(id), now.after_ms(self.limits.waiting_timeout_ms));
-        self.fact(SourceFact::Reserved { request: id, held_tokens });
+        self.fact(SourceFact::Reserved { request: id, held_tokens, checksums });
     }
 
     /// D ended an attempt.
@@ -209,4 +211,17 @@ fn compare(page_size: u32, prompt: &[u32], pages: usize, peer_pages: u32, reserv
         return unfit(format!("the decode worker offered page {page} of a pool of {peer_pages}"));
     }
     Ok(())
+}
+
+/// Done must be able to carry the checksums that the decode worker asks for.
+fn checksums_fit(reserve: &Reserve, kv_heads: u32) -> Result<(), Cause> {
+    let asked = if reserve.checksums { reserve.pages.len() * kv_heads as usize } else { 0 };
+    if asked <= CHECKSUMS_MAX {
+        return Ok(());
+    }
+    let message = format!(
+        "the decode worker wants {asked} checksums, {CHECKSUMS_MAX} is the most; start it with a smaller context length or \
+         without --enable-kv-checksum"
+    );
+    Err(Cause::new(Side::Prefill, CauseKind::Unfit, message))
 }

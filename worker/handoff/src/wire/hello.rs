@@ -21,7 +21,7 @@ use crate::{
 };
 
 /// Version of everything on the wire; both sides must be equal.
-pub const PROTOCOL: u32 = 1;
+pub const PROTOCOL: u32 = 2;
 /// Bytes of a numerics id at most.
 pub const NUMERICS_BYTES_MAX: usize = 256;
 /// The names of the element order that the layout module describes.

@@ -41,25 +41,28 @@ fn done() -> impl Strategy<Value = Done> {
     let logprob = (-1e6f32..0.0, vec((any::<u32>(), -1e6f32..0.0), 0..=TOP_LOGPROBS_MAX))
         .prop_map(|(logprob, top)| FirstLogprob { logprob, top });
     let sent = any::<(u32, u32, u64, u64)>().prop_map(|(rank, rail, pieces, bytes)| Sent { rank, rail, pieces, bytes });
-    (attempt(), any::<(u32, u32, u64, u64)>(), option::of(logprob), vec(sent, 0..20)).prop_map(
-        |(attempt, (token, cached_tokens, rendezvous_us, prefill_us), logprob, account)| Done {
+    let checksums = vec(any::<u32>(), 0..40);
+    (attempt(), any::<(u32, u32, u64, u64)>(), option::of(logprob), vec(sent, 0..20), checksums).prop_map(
+        |(attempt, (token, cached_tokens, rendezvous_us, prefill_us), logprob, account, checksums)| Done {
             attempt,
             first: FirstToken { token, logprob, cached_tokens },
             account,
             phases: Phases { rendezvous_us, prefill_us },
+            checksums,
         },
     )
 }
 
 fn frame() -> impl Strategy<Value = Frame> {
-    let reserve = (attempt(), room(), any::<(u32, u128, u32, u128)>(), vec(any::<u32>(), 0..300)).prop_map(
-        |(attempt, room, (prompt_tokens, prompt_hash, held_tokens, held_hash), pages)| Reserve {
+    let reserve = (attempt(), room(), any::<(u32, u128, u32, u128, bool)>(), vec(any::<u32>(), 0..300)).prop_map(
+        |(attempt, room, (prompt_tokens, prompt_hash, held_tokens, held_hash, checksums), pages)| Reserve {
             attempt,
             room,
             prompt_tokens,
             prompt_hash,
             held_tokens,
             held_hash,
+            checksums,
             pages,
         },
     );
@@ -157,6 +160,7 @@ fn a_claimed_length_allocates_nothing() {
         prompt_hash: 0,
         held_tokens: 0,
         held_hash: 0,
+        checksums: false,
         pages: Vec::new(),
     })
     .encode();
@@ -165,6 +169,20 @@ fn a_claimed_length_allocates_nothing() {
     assert_eq!(Frame::decode(&bytes), Err(WireError::Truncated("pages")));
     bytes[length_at..].copy_from_slice(&u32::MAX.to_le_bytes());
     assert!(matches!(Frame::decode(&bytes), Err(WireError::TooLong { .. })));
+}
+
+#[test]
+fn a_done_with_every_list_at_its_limit_fits_into_a_frame() {
+    let sent = Sent { rank: 0, rail: 0, pieces: 1, bytes: 1 };
+    let top = vec![(1, -1.0); TOP_LOGPROBS_MAX];
+    let done = Done {
+        attempt: Channel { prefill: Incarnation(1), decode: Incarnation(2), session: SessionId(3) }.attempt(4),
+        first: FirstToken { token: 1, logprob: Some(FirstLogprob { logprob: -1.0, top }), cached_tokens: 0 },
+        account: vec![sent; ACCOUNT_MAX],
+        phases: Phases::default(),
+        checksums: vec![7; CHECKSUMS_MAX],
+    };
+    assert!(Frame::Done(done).encode().len() <= FRAME_BYTES_MAX);
 }
 
 #[test]

@@ -83,8 +83,9 @@ impl Wire {
                     self.source.settled(now, attempt, dropped, Settlement::Dropped);
                 }
             }
+            SourceEffect::PeerSettled { .. } => {}
             SourceEffect::CloseChannel { why, .. } => self.lose(now, &why),
-            SourceEffect::Fact(SourceFact::Reserved { request, held_tokens }) => {
+            SourceEffect::Fact(SourceFact::Reserved { request, held_tokens, .. }) => {
                 self.source_facts.push(PrefillFact::Reserved { id: SeqId(request.0), held_tokens });
             }
             SourceEffect::Fact(SourceFact::Delivered { request, .. }) => {
@@ -110,7 +111,7 @@ impl Wire {
                 self.expected.insert(attempt, (pages, mapping));
             }
             SinkEffect::Revoke { attempt } => self.revoked.push(attempt),
-            SinkEffect::PeerDrained { .. } => {}
+            SinkEffect::PeerDrained { .. } | SinkEffect::Verify { .. } => {}
             SinkEffect::Release { attempt } => {
                 self.expected.remove(&attempt);
             }
@@ -181,7 +182,7 @@ impl PrefillHandoff for SourcePort {
     }
 
     fn chunk_written(&mut self, now: Time, id: SeqId, pages: &[u32], range: std::ops::Range<usize>) {
-        self.0.lock().unwrap().act(now, |wire| wire.source.chunk_written(now, RequestId(id.0), pages, range));
+        self.0.lock().unwrap().act(now, |wire| wire.source.chunk_written(now, RequestId(id.0), pages, range, &[]));
     }
 
     fn finish(
@@ -192,7 +193,7 @@ impl PrefillHandoff for SourcePort {
         range: std::ops::Range<usize>,
         first: tandem_handoff::wire::FirstToken,
     ) {
-        self.0.lock().unwrap().act(now, |wire| wire.source.finish(now, RequestId(id.0), pages, range, first));
+        self.0.lock().unwrap().act(now, |wire| wire.source.finish(now, RequestId(id.0), pages, range, &[], first));
     }
 
     fn cancel(&mut self, now: Time, id: SeqId, cause: Cause) {
@@ -225,7 +226,7 @@ impl DecodeHandoff for SinkPort {
         prompt: &[u32],
         pages: tandem_handoff::fence::PublishedPages,
     ) {
-        self.0.lock().unwrap().act(now, |wire| wire.sink.reserve(now, RequestId(id.0), ticket, prompt, pages));
+        self.0.lock().unwrap().act(now, |wire| wire.sink.reserve(now, RequestId(id.0), ticket, prompt, 0, pages));
     }
 
     fn cancel(&mut self, now: Time, id: SeqId, cause: Cause) {
