@@ -14,7 +14,7 @@ use tandem_handoff::{
     ids::{Room, Time},
     layout::PoolShape,
     ticket::Ticket,
-    wire::{Cause, CauseKind, FirstToken, Side},
+    wire::{Cause, CauseKind, FirstToken, Side, hello::PROTOCOL},
 };
 use tokio::runtime::Runtime;
 
@@ -399,7 +399,8 @@ fn the_port_answers_strangers_briefly_and_garbage_harms_nobody() {
     let get = |path: &str| format!("GET {path} HTTP/1.1\r\nhost: p\r\n\r\n").into_bytes();
     assert!(http(pair.port, &get("/health")).starts_with("HTTP/1.1 200"));
     let route = http(pair.port, &get("/route"));
-    assert!(route.contains(r#""role":"prefill""#) && route.contains(r#""protocol":1"#), "{route}");
+    let protocol = format!(r#""protocol":{PROTOCOL}"#);
+    assert!(route.contains(r#""role":"prefill""#) && route.contains(&protocol), "{route}");
     assert!(http(pair.port, &get("/handoff")).starts_with("HTTP/1.1 426"));
     assert!(http(pair.port, &get("/other")).starts_with("HTTP/1.1 404"));
     assert!(http(pair.port, b"PUT /route HTTP/1.1\r\nhost: p\r\n\r\n").starts_with("HTTP/1.1 405"));
