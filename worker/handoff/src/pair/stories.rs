@@ -240,7 +240,7 @@ fn pages_that_are_not_quiet_in_time_are_quarantined_and_never_freed_by_time() {
 fn source_pages_whose_writes_do_not_settle_in_time_are_quarantined_until_they_do() {
     let mut pair = Pair::new();
     pair.open(1, 5);
-    pair.source.chunk_written(pair.now, RequestId(1), &[1, 2], 0..1);
+    pair.source.chunk_written(pair.now, RequestId(1), &[1, 2], 0..1, &[]);
     pair.source.cancel(pair.now, RequestId(1), user());
     pair.act();
     assert_eq!(pair.source.quarantined_pages(), 0, "the drain deadline has not passed");
