@@ -15,7 +15,10 @@ use tandem_handoff::{
 
 mod landing;
 pub mod memory;
+pub mod shm;
 pub mod tcp;
+#[cfg(test)]
+mod testkit;
 
 /// Makes the engine's loop call `poll` soon. Called from any thread; must not block.
 pub type Waker = std::sync::Arc<dyn Fn() + Send + Sync>;
