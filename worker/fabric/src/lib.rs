@@ -41,7 +41,7 @@ pub trait SourceFabric: Send {
     /// D said that it reads no source page of the attempt any more. Only a backend whose D copies out of P's memory needs
     /// it; the others know by themselves.
     fn peer_settled(&mut self, attempt: Attempt);
-    /// Ends the channel's data path; what was posted on it is settled.
+    /// Ends the channel's data path; what was posted on it is settled as soon as its source is proven quiet.
     fn close(&mut self, channel: Channel);
     fn poll(&mut self) -> Vec<SourceReport>;
 }

@@ -21,6 +21,10 @@ pub fn shape(tp: u32, head_dim: u32) -> PoolShape {
     PoolShape { layers: 2, kv_heads: 4, head_dim, page_size: 16, element_bytes: 4, tp, pages: 8 }
 }
 
+pub fn private(shape: &PoolShape) -> Vec<Arc<PoolMemory>> {
+    (0..shape.tp).map(|_| Arc::new(PoolMemory::new(shape.pool_bytes()).expect("memory"))).collect()
+}
+
 pub fn write(pool: &PoolMemory, offset: usize, bytes: &[u8]) {
     assert!(offset + bytes.len() <= pool.len());
     // SAFETY: the range lies in the pool, and the test writes while no attempt owns the page.
@@ -77,9 +81,9 @@ pub fn pieces(p: &PoolShape, d: &PoolShape, source: &[u32], target: &[u32]) -> V
             pieces.push(Piece {
                 index: mapping.piece(at, route_index) as u32,
                 source_rank: route.prefill_rank,
-                source_offset: p.head_offset(from, route.prefill_head),
+                source_offset: route.source_offset(p, from),
                 target_rank: route.decode_rank,
-                target_offset: d.head_offset(to, route.decode_head),
+                target_offset: route.target_offset(d, to),
                 bytes: mapping.bytes(route),
             });
         }

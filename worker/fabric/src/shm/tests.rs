@@ -35,14 +35,10 @@ use super::{
 use crate::{
     SinkFabric, SinkReport, SourceFabric,
     memory::{PoolMemory, SEALS},
-    testkit::{CHANNEL, Settled, assert_moved, fill, peek, pieces, read, shape, until, write},
+    testkit::{CHANNEL, Settled, assert_moved, fill, peek, pieces, private, read, shape, until, write},
 };
 
 mod children;
-
-fn private(shape: &PoolShape) -> Vec<Arc<PoolMemory>> {
-    (0..shape.tp).map(|_| Arc::new(PoolMemory::new(shape.pool_bytes()).expect("memory"))).collect()
-}
 
 fn shared(shape: &PoolShape) -> Vec<Arc<PoolMemory>> {
     (0..shape.tp).map(|_| Arc::new(PoolMemory::shared(shape.pool_bytes()).expect("memory"))).collect()

@@ -1,14 +1,11 @@
 //! Both sides of the TCP backend over loopback: real streams, real pools.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::sync::Arc;
 
 use tandem_handoff::{
-    ids::{Attempt, Channel, Incarnation, SessionId},
+    ids::{Attempt, Channel, SessionId},
     layout::{Mapping, PoolShape},
-    source::{Piece, Settlement},
+    source::Settlement,
 };
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -17,37 +14,11 @@ use tokio::{
 };
 
 use super::{TcpSink, TcpSource, frame::Header};
-use crate::{SinkFabric, SinkReport, SourceFabric, SourceReport, memory::PoolMemory};
-
-const CHANNEL: Channel = Channel { prefill: Incarnation(1), decode: Incarnation(2), session: SessionId(3) };
-const LIMIT: Duration = Duration::from_secs(10);
-
-fn shape(tp: u32, head_dim: u32) -> PoolShape {
-    PoolShape { layers: 2, kv_heads: 4, head_dim, page_size: 16, element_bytes: 4, tp, pages: 8 }
-}
-
-fn pools(shape: &PoolShape) -> Vec<Arc<PoolMemory>> {
-    (0..shape.tp).map(|_| Arc::new(PoolMemory::new(shape.pool_bytes()).expect("memory"))).collect()
-}
-
-fn write(pool: &PoolMemory, offset: usize, bytes: &[u8]) {
-    assert!(offset + bytes.len() <= pool.len());
-    // SAFETY: the range lies in the pool, and the test writes before it shows the page to anyone.
-    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), pool.as_ptr().add(offset), bytes.len()) }
-}
-
-fn read(pool: &PoolMemory, offset: usize, bytes: usize) -> Vec<u8> {
-    assert!(offset + bytes <= pool.len());
-    // SAFETY: the range lies in the pool, and the test reads after the piece landed or its attempt is quiet.
-    unsafe { std::slice::from_raw_parts(pool.as_ptr().add(offset), bytes).to_vec() }
-}
-
-/// One byte of a page that is being written: only to see that the write has begun.
-fn peek(pool: &PoolMemory, offset: usize) -> u8 {
-    assert!(offset < pool.len());
-    // SAFETY: the byte lies in the pool; a volatile read of one byte sees the old value or the new one.
-    unsafe { pool.as_ptr().add(offset).read_volatile() }
-}
+use crate::{
+    SinkFabric, SinkReport, SourceFabric, SourceReport,
+    memory::PoolMemory,
+    testkit::{CHANNEL, assert_moved, fill, peek, pieces, private, read, shape, until, write},
+};
 
 async fn connected() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("bind");
@@ -56,52 +27,13 @@ async fn connected() -> (TcpStream, TcpStream) {
     (dialled.expect("connect"), accepted.expect("accept").0)
 }
 
-/// The bytes of a head of a page: a function of both.
-fn pattern(shape: &PoolShape, page: u32, head: u32) -> Vec<u8> {
-    (0..shape.head_bytes()).map(|at| (at as u32 ^ (page * 31) ^ (head * 97)) as u8).collect()
-}
-
-fn pieces(p: &PoolShape, d: &PoolShape, source: &[u32], target: &[u32]) -> Vec<Piece> {
-    let mapping = Mapping::new(p, d);
-    let mut pieces = Vec::new();
-    for (at, (&from, &to)) in source.iter().zip(target).enumerate() {
-        for (route_index, route) in mapping.routes().iter().enumerate() {
-            pieces.push(Piece {
-                index: mapping.piece(at, route_index) as u32,
-                source_rank: route.prefill_rank,
-                source_offset: route.source_offset(p, from),
-                target_rank: route.decode_rank,
-                target_offset: route.target_offset(d, to),
-                bytes: mapping.bytes(route),
-            });
-        }
-    }
-    pieces
-}
-
-/// Polls both sides until `done` says so.
-fn until(mut done: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !done() {
-        assert!(start.elapsed() < LIMIT, "nothing happened for {LIMIT:?}");
-        std::thread::yield_now();
-    }
-}
-
 #[test]
 fn pages_arrive_byte_for_byte_for_every_pair_of_tp() {
     let runtime = Runtime::new().expect("runtime");
     for (p_tp, d_tp) in [(1, 1), (2, 1), (1, 2), (4, 2), (1, 8)] {
         let (p, d) = (shape(p_tp, 8), shape(d_tp, 8));
-        let (p_pools, d_pools) = (pools(&p), pools(&d));
-        for rank in 0..p.tp {
-            for (slot, head) in p.heads_of_rank(rank).enumerate() {
-                for page in 0..p.pages {
-                    let offset = p.head_offset(page, slot as u32);
-                    write(&p_pools[rank as usize], offset, &pattern(&p, page, head));
-                }
-            }
-        }
+        let (p_pools, d_pools) = (private(&p), private(&d));
+        fill(&p, &p_pools);
         let mut source = TcpSource::new(p_pools, runtime.handle().clone(), Arc::new(|| {}));
         let mut sink = TcpSink::new(d, d_pools.clone(), runtime.handle().clone(), Arc::new(|| {}));
         for rank in 0..d.tp {
@@ -131,20 +63,13 @@ fn pages_arrive_byte_for_byte_for_every_pair_of_tp() {
             }
             landed == total && sent == total
         });
-        for rank in 0..d.tp {
-            for (slot, head) in d.heads_of_rank(rank).enumerate() {
-                for (&page_p, &page_d) in from.iter().zip(&to) {
-                    let got = read(&d_pools[rank as usize], d.head_offset(page_d, slot as u32), d.head_bytes());
-                    assert!(got == pattern(&p, page_p, head), "tp {p_tp}->{d_tp}, page {page_d}, head {head}");
-                }
-            }
-        }
+        assert_moved(&d, &d_pools, &from, &to);
     }
 }
 
 /// One sink, and the raw end of a stream on which the test plays P.
 fn sink_and_raw(runtime: &Runtime, d: PoolShape) -> (TcpSink, TcpStream, Vec<Arc<PoolMemory>>) {
-    let d_pools = pools(&d);
+    let d_pools = private(&d);
     let sink = TcpSink::new(d, d_pools.clone(), runtime.handle().clone(), Arc::new(|| {}));
     let (at_d, raw) = runtime.block_on(connected());
     sink.attach(CHANNEL, 0, at_d);
@@ -207,7 +132,7 @@ fn a_stop_settles_every_piece_though_the_peer_reads_nothing() {
     let runtime = Runtime::new().expect("runtime");
     let p = PoolShape { pages: 64, ..shape(1, 256) };
     let (mut at_d, at_p) = runtime.block_on(connected());
-    let mut source = TcpSource::new(pools(&p), runtime.handle().clone(), Arc::new(|| {}));
+    let mut source = TcpSource::new(private(&p), runtime.handle().clone(), Arc::new(|| {}));
     source.attach(CHANNEL, 0, at_p);
     let attempt = CHANNEL.attempt(1);
     let pages: Vec<u32> = (0..64).collect();
@@ -231,7 +156,7 @@ fn a_close_settles_every_piece() {
     let runtime = Runtime::new().expect("runtime");
     let p = PoolShape { pages: 64, ..shape(1, 256) };
     let (at_d, at_p) = runtime.block_on(connected());
-    let mut source = TcpSource::new(pools(&p), runtime.handle().clone(), Arc::new(|| {}));
+    let mut source = TcpSource::new(private(&p), runtime.handle().clone(), Arc::new(|| {}));
     source.attach(CHANNEL, 0, at_p);
     let pages: Vec<u32> = (0..64).collect();
     source.post(CHANNEL.attempt(1), pieces(&p, &p, &pages, &pages));

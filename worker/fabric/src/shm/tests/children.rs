@@ -19,11 +19,11 @@ use rustix::process::{Pid, Signal, kill_process};
 use tandem_handoff::{ids::Attempt, layout::Mapping};
 use tokio::{net::UnixStream, runtime::Runtime};
 
-use super::{large, private, shared};
+use super::{large, shared};
 use crate::{
     SinkFabric, SinkReport, SourceFabric,
     shm::{ShmSink, ShmSource, receive_pools, send_pools},
-    testkit::{CHANNEL, LIMIT, Settled, pieces, read, until, write},
+    testkit::{CHANNEL, LIMIT, Settled, pieces, private, read, until, write},
 };
 
 const SIDE: &str = "TANDEM_TEST_SHM_SIDE";
