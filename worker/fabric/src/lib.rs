@@ -15,6 +15,7 @@ use tandem_handoff::{
 
 mod landing;
 pub mod memory;
+pub mod probe;
 pub mod shm;
 pub mod tcp;
 #[cfg(test)]
