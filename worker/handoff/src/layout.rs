@@ -238,6 +238,11 @@ impl PieceSet {
         true
     }
 
+    /// The first piece that has not landed.
+    pub fn missing(&self) -> Option<usize> {
+        (0..self.pieces).find(|&piece| !self.contains(piece))
+    }
+
     pub fn is_full(&self) -> bool {
         self.landed == self.pieces
     }

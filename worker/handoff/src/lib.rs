@@ -59,6 +59,7 @@ pub mod fence;
 pub mod ids;
 pub mod layout;
 pub mod limits;
+pub mod sabotage;
 pub mod sink;
 pub mod source;
 pub mod state;

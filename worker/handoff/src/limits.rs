@@ -1,5 +1,7 @@
 //! The deadlines and table limits of both machines. *Pure.*
 
+use crate::sabotage::Planted;
+
 /// Every non-terminal state has one of these deadlines (H6).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Limits {
@@ -16,6 +18,8 @@ pub struct Limits {
     pub tombstones_max: usize,
     /// Channels at once.
     pub channels_max: usize,
+    /// A fault for the simulator to find; none in any other build.
+    pub planted: Planted,
 }
 
 impl Default for Limits {
@@ -27,6 +31,7 @@ impl Default for Limits {
             held_reserves_max: 4096,
             tombstones_max: 16_384,
             channels_max: 1024,
+            planted: Planted::default(),
         }
     }
 }

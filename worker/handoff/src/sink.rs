@@ -13,6 +13,7 @@ use crate::{
     ids::{Attempt, Channel, RequestId, Room, Time},
     layout::{Mapping, PieceSet, PoolShape},
     limits::Limits,
+    sabotage::{Fault, Planted},
     state::AttemptState,
     ticket::{Address, Ticket},
     wire::{CHECKSUMS_MAX, Done, FirstToken, Frame, PAGES_MAX, Reserve, prompt_hash},
@@ -208,7 +209,9 @@ impl Sink {
         held_tokens: u32,
         mut pages: PublishedPages,
     ) {
-        self.last_number += 1;
+        if self.draining.is_empty() || !self.limits.planted.is(Fault::NumbersRetryAlike) {
+            self.last_number += 1;
+        }
         let publication = Publication(self.last_number);
         pages.bind(publication);
         let address = ticket.address();
@@ -255,7 +258,20 @@ impl Sink {
 
     /// Ends a request for a reason of this worker or of its client.
     pub fn cancel(&mut self, now: Time, id: RequestId, cause: Cause) {
+        if self.limits.planted.is(Fault::FreesTwice) {
+            self.free_once_more(id);
+        }
         self.end(now, id, cause, true);
+    }
+
+    /// What [`Fault::FreesTwice`] does.
+    fn free_once_more(&mut self, id: RequestId) {
+        if let Some(draining) = self.draining.values().find(|draining| draining.request == id) {
+            let publication = draining.publication;
+            let mut pages = PublishedPages::new(draining.pages.numbers().to_vec());
+            pages.bind(publication);
+            self.fact(SinkFact::Quiet { pages, proof: FenceProof::new(publication, Basis::Quiet) });
+        }
     }
 
     /// `address` is served by `channel`, which passed Hello. Another address may have led to it before.
@@ -298,6 +314,11 @@ impl Sink {
         for id in lost {
             self.end(now, id, cause.clone(), false);
         }
+        if self.limits.planted.is(Fault::SkipsFence) {
+            let gone: Vec<Attempt> =
+                self.draining.keys().filter(|attempt| attempt.channel() == channel).copied().collect();
+            gone.into_iter().for_each(|attempt| self.quiet(attempt));
+        }
     }
 
     /// A frame came over `channel`. Frames of other channels' attempts, and of attempts that are over, change nothing
@@ -310,7 +331,9 @@ impl Sink {
         match frame {
             Frame::Done(done) => self.done(now, done),
             Frame::Failed { attempt, cause } => {
-                if let Some(&id) = self.attempts.get(&attempt) {
+                if let Some(id) = self.request_of(attempt, Fault::ForgetsAttemptOnFailed)
+                    && !(self.limits.planted.is(Fault::CommitsAfterFailure) && self.has_done(id))
+                {
                     self.end(now, id, cause, false);
                 }
             }
@@ -324,6 +347,20 @@ impl Sink {
         }
     }
 
+    /// The request of exactly this attempt (H3), unless the fault that forgets attempts here is planted.
+    fn request_of(&self, attempt: Attempt, forgets: Fault) -> Option<RequestId> {
+        let exact = self.attempts.get(&attempt).copied();
+        if !self.limits.planted.is(forgets) {
+            return exact;
+        }
+        let of_channel = || self.attempts.iter().find(|(other, _)| other.channel() == attempt.channel());
+        exact.or_else(|| of_channel().map(|(_, id)| *id))
+    }
+
+    fn has_done(&self, id: RequestId) -> bool {
+        matches!(self.live.get(&id), Some(Live { state: State::Offered { done: Some(_), .. }, .. }))
+    }
+
     /// Pieces of the attempt are in its pages, and visible to the device.
     pub fn landed(&mut self, attempt: Attempt, pieces: &[u32]) {
         let Some(&id) = self.attempts.get(&attempt) else {
@@ -331,7 +368,10 @@ impl Sink {
         };
         if let Some(Live { state: State::Offered { landed, .. }, .. }) = self.live.get_mut(&id) {
             for &piece in pieces {
-                landed.insert(piece as usize);
+                let new = landed.insert(piece as usize);
+                if !new && self.limits.planted.is(Fault::CountsPieces) {
+                    landed.missing().map(|missing| landed.insert(missing));
+                }
             }
         }
         self.commit_if_complete(id);
@@ -361,6 +401,7 @@ impl Sink {
         }
         match outcome {
             Ok(()) => self.commit(id),
+            Err(_) if self.limits.planted.is(Fault::SkipsChecksums) => self.commit(id),
             Err(corrupt) => {
                 let message = format!(
                     "the KV cache arrived damaged: the checksum of {corrupt} is not the prefill worker's; a retry is safe"
@@ -409,6 +450,10 @@ impl Sink {
         let Some(draining) = self.draining.get_mut(&attempt) else {
             return;
         };
+        if self.limits.planted.is(Fault::FreesOnTimer) {
+            self.quiet(attempt);
+            return;
+        }
         draining.quarantined = true;
         self.deadlines.set(Timer::Drain(attempt), now.after_ms(self.limits.drain_timeout_ms));
         self.effects.push(SinkEffect::Revoke { attempt });
@@ -441,6 +486,9 @@ impl Sink {
         let landed = PieceSet::new(mapping.pieces(pages.len()));
         live.state = State::Offered { attempt, landed, done: None };
         self.attempts.insert(attempt, id);
+        if self.limits.planted.is(Fault::NoDeadlineWhileOffered) {
+            self.deadlines.clear(Timer::Request(id));
+        }
         let reserve = Reserve {
             attempt,
             room: live.room,
@@ -456,7 +504,7 @@ impl Sink {
     }
 
     fn done(&mut self, now: Time, done: Done) {
-        let Some(&id) = self.attempts.get(&done.attempt) else {
+        let Some(id) = self.request_of(done.attempt, Fault::ForgetsAttemptOnDone) else {
             return;
         };
         let Some(Live { pages, state: State::Offered { landed, done: known, .. }, .. }) = self.live.get_mut(&id) else {
@@ -467,7 +515,8 @@ impl Sink {
         }
         let sent: u64 = done.account.iter().fold(0, |sum, sent| sum.saturating_add(sent.pieces));
         let checksums = if self.checksums { pages.len() * self.shape.kv_heads as usize } else { done.checksums.len() };
-        let wrong = if sent != landed.size() as u64 {
+        let cut = self.limits.planted.is(Fault::TruncatesPages) && sent < landed.size() as u64;
+        let wrong = if sent != landed.size() as u64 && !cut {
             Some(format!("it sent {sent} pieces of the prompt, it has {}", landed.size()))
         } else if done.checksums.len() != checksums {
             Some(format!("the prompt has {} checksums, it has {checksums}", done.checksums.len()))
@@ -491,10 +540,16 @@ impl Sink {
         let State::Offered { attempt, landed, done } = &mut live.state else {
             return;
         };
-        if !landed.is_full() {
+        if !landed.is_full() && !commits_early(self.limits.planted, landed, done.as_ref()) {
             return;
         }
         let attempt = *attempt;
+        if done.is_none() && self.limits.planted.is(Fault::CommitsBeforeDone) {
+            let first = FirstToken { token: 0, logprob: None, cached_tokens: 0 };
+            live.state = State::Verifying { attempt, first };
+            self.commit(id);
+            return;
+        }
         let Some(Done { first, checksums, .. }) = done.take() else {
             return;
         };
@@ -526,6 +581,11 @@ impl Sink {
             let message = "the prefill worker ended the transfer without a reason";
             self.end(now, id, Cause::new(Side::Prefill, CauseKind::Internal, message), false);
         }
+        let mut attempt = attempt;
+        if self.limits.planted.is(Fault::ForgetsAttemptOnDrained) && !self.draining.contains_key(&attempt) {
+            let other = self.draining.keys().find(|other| other.channel() == attempt.channel());
+            attempt = other.copied().unwrap_or(attempt);
+        }
         if self.draining.contains_key(&attempt) {
             self.effects.push(SinkEffect::PeerDrained { attempt });
         }
@@ -538,6 +598,7 @@ impl Sink {
             return;
         };
         self.deadlines.clear(Timer::Request(id));
+        let untouched = matches!(&state, State::Offered { landed, .. } if landed.landed() == 0);
         match state {
             State::Dialling { .. } => {
                 self.fact(SinkFact::Failed { request: id, cause });
@@ -553,6 +614,13 @@ impl Sink {
                 self.draining.insert(attempt, Draining { request: id, pages, publication, quarantined: false });
                 self.deadlines.set(Timer::Drain(attempt), now.after_ms(self.limits.drain_timeout_ms));
                 self.effects.push(SinkEffect::Revoke { attempt });
+                if untouched && self.limits.planted.is(Fault::FreesUntouchedPages) {
+                    self.quiet(attempt);
+                }
+                if self.limits.planted.is(Fault::SettlesBeforeQuiet) {
+                    let (channel, frame) = (attempt.channel(), Frame::Settled { attempt });
+                    self.effects.push(SinkEffect::Send { channel, frame });
+                }
             }
         }
     }
@@ -560,4 +628,13 @@ impl Sink {
     fn fact(&mut self, fact: SinkFact) {
         self.effects.push(SinkEffect::Fact(fact));
     }
+}
+
+/// What [`Fault::CommitsBeforeLanded`] and [`Fault::TruncatesPages`] take for a full set.
+fn commits_early(planted: Planted, landed: &PieceSet, done: Option<&Done>) -> bool {
+    let Some(done) = done else {
+        return false;
+    };
+    let sent: u64 = done.account.iter().map(|sent| sent.pieces).sum();
+    planted.is(Fault::CommitsBeforeLanded) || planted.is(Fault::TruncatesPages) && landed.landed() as u64 >= sent
 }

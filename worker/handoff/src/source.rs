@@ -15,6 +15,7 @@ use crate::{
     ids::{Attempt, Channel, RequestId, Room, Time},
     layout::{Mapping, PoolShape},
     limits::Limits,
+    sabotage::Fault,
     state::AttemptState,
     wire::{Done, FirstToken, Frame, Phases, Reserve, Sent},
 };
@@ -336,7 +337,9 @@ impl Source {
         let held = self.drop_room(room);
         self.rooms.insert(room, RoomUse::Request(id));
         self.requests.insert(id, Request { room, arrived: now, state: State::Waiting { prompt: prompt.into() } });
-        self.deadlines.set(Timer::Request(id), now.after_ms(self.limits.bootstrap_timeout_ms));
+        if !self.limits.planted.is(Fault::NoDeadlineWhileWaiting) {
+            self.deadlines.set(Timer::Request(id), now.after_ms(self.limits.bootstrap_timeout_ms));
+        }
         if let Some(RoomUse::Held(reserve)) = held {
             self.meet(now, id, reserve);
         }
@@ -348,6 +351,10 @@ impl Source {
     pub fn chunk_written(&mut self, now: Time, id: RequestId, pages: &[u32], range: Range<usize>, sums: &[u32]) {
         let Some(Request { state: State::Open(transfer), .. }) = self.requests.get_mut(&id) else {
             return;
+        };
+        let range = match self.limits.planted.is(Fault::TruncatesPages) {
+            true => range.start.min(transfer.pages)..range.end.min(transfer.pages),
+            false => range,
         };
         if let Err(cause) = transfer.write(&range, pages.len(), sums, self.shape.kv_heads as usize) {
             self.end(now, id, cause, Notice::Failed);
@@ -427,7 +434,7 @@ impl Source {
 
     /// Posted pieces of `attempt` came to their end.
     pub fn settled(&mut self, now: Time, attempt: Attempt, pieces: u64, how: Settlement) {
-        let Some(&id) = self.attempts.get(&attempt) else {
+        let Some(id) = self.settling(attempt) else {
             return;
         };
         let Some(request) = self.requests.get_mut(&id) else {
@@ -451,6 +458,20 @@ impl Source {
             return;
         }
         self.conclude(id);
+    }
+
+    /// The request of exactly this attempt (H3), unless the fault that settles another one is planted.
+    fn settling(&self, attempt: Attempt) -> Option<RequestId> {
+        let exact = self.attempts.get(&attempt).copied();
+        if !self.limits.planted.is(Fault::SettlesAnother) {
+            return exact;
+        }
+        let waits = |id: &RequestId| match self.requests.get(id).map(|request| &request.state) {
+            Some(State::Pushed(transfer) | State::Draining { transfer, .. }) => transfer.outstanding > 0,
+            _ => false,
+        };
+        let mut others = self.attempts.iter().filter(|(other, id)| other.channel() == attempt.channel() && waits(id));
+        others.next().map(|(_, id)| *id).or(exact)
     }
 
     /// A frame came over `channel`. Frames of other channels' attempts change nothing (H3).
@@ -539,12 +560,18 @@ impl Source {
             }
             State::Open(transfer) | State::Pushed(transfer) => transfer,
         };
-        let attempt = transfer.attempt;
+        let (attempt, room) = (transfer.attempt, entry.get().room);
         entry.get_mut().state = State::Draining { transfer, tell: notice != Notice::None };
         self.deadlines.set(Timer::Request(id), now.after_ms(self.limits.drain_timeout_ms));
         if notice == Notice::Failed {
             let frame = Frame::Failed { attempt, cause: cause.clone() };
             self.effects.push(SourceEffect::Send { channel: attempt.channel(), frame });
+        }
+        if self.limits.planted.is(Fault::DrainsBeforeQuiet) && notice != Notice::None {
+            self.send_drained(attempt);
+        }
+        if self.limits.planted.is(Fault::ReusesRoomEarly) {
+            self.drop_room(room);
         }
         self.effects.push(SourceEffect::Stop { attempt });
         self.fact(SourceFact::Failed { request: id, cause });
@@ -558,7 +585,10 @@ impl Source {
         };
         let (transfer, delivered, tell) = match &request.state {
             State::Pushed(transfer) => (transfer, true, false),
-            State::Draining { transfer, tell } => (transfer, false, *tell && !transfer.poisoned),
+            State::Draining { transfer, tell } => {
+                let known = !transfer.poisoned || self.limits.planted.is(Fault::DrainsPoisoned);
+                (transfer, false, *tell && known)
+            }
             State::Waiting { .. } | State::Open(_) => return,
         };
         if transfer.outstanding > 0 {

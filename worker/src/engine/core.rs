@@ -118,6 +118,12 @@ impl Core {
         }
     }
 
+    /// Plants a fault in this engine; the machine of its role has its own.
+    #[cfg(feature = "sabotage")]
+    pub fn plant(&mut self, planted: tandem_handoff::sabotage::Planted) {
+        self.scheduler.plant(planted);
+    }
+
     /// For looks and checks from outside.
     pub fn scheduler(&self) -> &Scheduler {
         &self.scheduler
@@ -153,7 +159,9 @@ impl Core {
     fn step(&mut self, now: Time, plan: &Plan) {
         let mut logits = std::mem::take(&mut self.logits);
         logits.clear();
-        let slices: Vec<Slice<'_>> = plan.slices.iter().map(|planned| slice(&self.scheduler, planned)).collect();
+        let freed = self.free_under_step(now, plan);
+        let slices: Vec<Slice<'_>> =
+            plan.slices.iter().map(|planned| slice(&self.scheduler, planned, &freed)).collect();
         let outcome = self.backend.step(&slices, &mut logits);
         drop(slices);
         self.totals.steps += 1;
@@ -308,12 +316,14 @@ impl Core {
     }
 }
 
-fn slice<'a>(scheduler: &'a Scheduler, planned: &Planned) -> Slice<'a> {
+/// `freed` are the pages of sequences that have let go of them too early, which only a planted fault does.
+fn slice<'a>(scheduler: &'a Scheduler, planned: &Planned, freed: &'a [(SeqId, Vec<u32>)]) -> Slice<'a> {
     let sequence = scheduler.get(planned.id);
+    let early = freed.iter().find(|(id, _)| *id == planned.id);
     Slice {
         tokens: &sequence.tokens[planned.start..planned.start + planned.len],
         start: planned.start as u32,
-        pages: sequence.pages.indices(),
+        pages: early.map_or(sequence.pages.indices(), |(_, pages)| pages),
         logits: planned.rows,
     }
 }

@@ -20,6 +20,7 @@ use std::{
 
 pub use plan::{Plan, Planned};
 pub use sequence::Sequence;
+use tandem_handoff::sabotage::{Fault, Planted};
 
 use crate::{
     config::{EngineConfig, Role},
@@ -44,6 +45,8 @@ pub struct Limits {
     pub prompt_rows: usize,
     /// Prompt and output tokens of one sequence at most.
     pub context: usize,
+    /// A fault for the simulator to find; none in any other build.
+    pub planted: Planted,
 }
 
 impl Limits {
@@ -57,6 +60,7 @@ impl Limits {
             reserved_decode_tokens: config.num_reserved_decode_tokens as usize,
             prompt_rows: PROMPT_ROWS_MAX.max(page_size),
             context: config.context_length as usize,
+            planted: Planted::default(),
         }
     }
 
@@ -103,6 +107,11 @@ impl Scheduler {
 
     pub fn limits(&self) -> &Limits {
         &self.limits
+    }
+
+    #[cfg(feature = "sabotage")]
+    pub fn plant(&mut self, planted: Planted) {
+        self.limits.planted = planted;
     }
 
     pub fn pool(&self) -> &Pool {
@@ -171,7 +180,8 @@ impl Scheduler {
         let page_size = self.limits.page_size;
         let place = self.place(id);
         let sequence = &mut self.running[place];
-        let whole = if sequence.pending() == 0 { sequence.pages.len() } else { sequence.computed / page_size };
+        let ahead = usize::from(self.limits.planted.is(Fault::PushesUnwritten));
+        let whole = if sequence.pending() == 0 { sequence.pages.len() } else { sequence.computed / page_size + ahead };
         let range = sequence.pushed..whole;
         sequence.pushed = whole;
         range
@@ -182,6 +192,15 @@ impl Scheduler {
         let place = self.place(id);
         let sequence = self.running.remove(place);
         self.handoff.insert(id, sequence);
+    }
+
+    /// What [`Fault::FreesUnderStep`] does: the pages of a running sequence go back, and their numbers stay with the step.
+    pub fn let_go(&mut self, id: SeqId) -> Vec<u32> {
+        let place = self.place(id);
+        let pages = self.running[place].pages.take();
+        let numbers = pages.indices().to_vec();
+        self.pool.release(pages);
+        numbers
     }
 
     /// Takes a sequence out, wherever it is, and its pages back into the pool (leased ones stay pinned).

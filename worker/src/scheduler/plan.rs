@@ -3,6 +3,8 @@
 //! All decoding sequences take part; prompts (and the recomputation of preempted sequences) share the token budget in
 //! order of arrival. A chunk that is not a prompt's last ends on a page boundary, so that its pages can be pushed.
 
+use tandem_handoff::sabotage::Fault;
+
 use super::Scheduler;
 use crate::{backend::LogitRows, config::Role, request::SeqId};
 
@@ -99,7 +101,9 @@ impl Scheduler {
     fn preempt(&mut self, place: usize) {
         let mut sequence = self.running.remove(place);
         self.pool.release(sequence.pages.take());
-        sequence.computed = 0;
+        if !self.limits.planted.is(Fault::KeepsComputed) {
+            sequence.computed = 0;
+        }
         let place = self.retracted.partition_point(|other| other.id < sequence.id);
         self.retracted.insert(place, sequence);
     }

@@ -14,6 +14,7 @@ fn limits(role: Role) -> Limits {
         reserved_decode_tokens: 4,
         prompt_rows: 4,
         context: 1000,
+        planted: Planted::default(),
     }
 }
 

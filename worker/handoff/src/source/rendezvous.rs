@@ -4,6 +4,7 @@ use super::{Notice, Request, RoomUse, Source, SourceEffect, SourceFact, State, T
 use crate::{
     cause::{Cause, CauseKind, Side},
     ids::{Attempt, Channel, RequestId, Room, Time},
+    sabotage::{Fault, Planted},
     wire::{CHECKSUMS_MAX, Frame, Reserve, prompt_hash},
 };
 
@@ -13,7 +14,7 @@ impl Source {
         let Some(peer) = self.peers.get_mut(&channel) else {
             return;
         };
-        if reserve.attempt.number <= peer.highest {
+        if reserve.attempt.number <= peer.highest && !self.limits.planted.is(Fault::AcceptsOldNumbers) {
             return;
         }
         peer.highest = reserve.attempt.number;
@@ -59,7 +60,13 @@ impl Source {
         };
         let pages = self.shape.pages_for(prompt.len());
         let peer_pages = self.peers.get(&attempt.channel()).map_or(0, |peer| peer.shape.pages);
-        let fits = compare(self.shape.page_size, prompt, pages, peer_pages, &reserve);
+        let (planted, mut pages) = (self.limits.planted, pages);
+        let fits = if planted.is(Fault::TruncatesPages) {
+            pages = pages.min(reserve.pages.len());
+            Ok(())
+        } else {
+            compare(self.shape.page_size, prompt, pages, peer_pages, &reserve, planted)
+        };
         if let Err(cause) = fits.and_then(|()| checksums_fit(&reserve, self.shape.kv_heads)) {
             self.refuse(attempt, cause.clone());
             self.forget_waiting(id, cause);
@@ -151,7 +158,7 @@ impl Source {
     /// Remembers the early end of a room for the half that has not come. At the limit nothing is remembered: that half
     /// then ends by its own deadline.
     pub(super) fn bury(&mut self, now: Time, room: Room, cause: Cause) {
-        if self.tombstones < self.limits.tombstones_max {
+        if self.tombstones < self.limits.tombstones_max && !self.limits.planted.is(Fault::IgnoresEarlyAbort) {
             self.tombstones += 1;
             self.rooms.insert(room, RoomUse::Tombstone(cause));
             self.deadlines.set(Timer::Room(room), now.after_ms(self.limits.bootstrap_timeout_ms));
@@ -178,7 +185,14 @@ fn in_use(room: Room) -> Cause {
 }
 
 /// The prompts, the held prefix and the pages of the two sides must fit each other before anything is computed.
-fn compare(page_size: u32, prompt: &[u32], pages: usize, peer_pages: u32, reserve: &Reserve) -> Result<(), Cause> {
+fn compare(
+    page_size: u32,
+    prompt: &[u32],
+    pages: usize,
+    peer_pages: u32,
+    reserve: &Reserve,
+    planted: Planted,
+) -> Result<(), Cause> {
     let refuse = |message: String| Err(Cause::new(Side::Prefill, CauseKind::Refused, message));
     if prompt.len() != reserve.prompt_tokens as usize {
         return refuse(format!(
@@ -188,7 +202,7 @@ fn compare(page_size: u32, prompt: &[u32], pages: usize, peer_pages: u32, reserv
             reserve.prompt_tokens
         ));
     }
-    if prompt_hash(prompt) != reserve.prompt_hash {
+    if prompt_hash(prompt) != reserve.prompt_hash && !planted.is(Fault::SkipsPromptHash) {
         return refuse(format!(
             "the prompts differ: {} tokens on both workers, but not the same ones; both must run the same tokenizer and \
              template",

@@ -4,6 +4,7 @@
 use tandem_handoff::{
     fence::{FenceProof, PublishedPages},
     ids::Time,
+    sabotage::Fault,
     wire::FirstToken,
 };
 
@@ -13,6 +14,7 @@ use crate::{
     kv::page::Pages,
     output::End,
     request::{FinishReason, SeqId, TokenLogprob},
+    scheduler::{Plan, Planned},
 };
 
 impl Core {
@@ -69,6 +71,22 @@ impl Core {
         }
     }
 
+    /// What [`Fault::FreesUnderStep`] does to sequences that end with this step; returns the pages that the step goes on
+    /// using.
+    pub(super) fn free_under_step(&mut self, now: Time, plan: &Plan) -> Vec<(SeqId, Vec<u32>)> {
+        if !self.scheduler.limits().planted.is(Fault::FreesUnderStep) {
+            return Vec::new();
+        }
+        let ends = |planned: &&Planned| {
+            let sequence = self.scheduler.get(planned.id);
+            sequence.decodes() && sequence.tokens.len() + 1 >= sequence.tokens_max
+        };
+        let ids: Vec<SeqId> = plan.slices.iter().filter(ends).map(|planned| planned.id).collect();
+        let freed = ids.into_iter().map(|id| (id, self.scheduler.let_go(id))).collect();
+        self.reserve(now);
+        freed
+    }
+
     /// H2: a mismatch is a fault of this worker; the pages stay pinned, for nothing proves them quiet.
     fn redeem(&mut self, pages: PublishedPages, proof: FenceProof) -> Option<Pages> {
         self.scheduler
@@ -93,6 +111,9 @@ impl Core {
             logprob.top.truncate(top);
             TokenLogprob { token: first.token, logprob: logprob.logprob, top: logprob.top }
         });
+        if self.scheduler.limits().planted.is(Fault::AppliesFirstTwice) {
+            self.put_out(id, first.token, logprob.clone());
+        }
         self.put_out(id, first.token, logprob);
     }
 }

@@ -2,6 +2,7 @@
 
 use tandem_handoff::{
     ids::Time,
+    sabotage::Fault,
     ticket::Ticket,
     wire::{Cause, CauseKind, Side, TOP_LOGPROBS_MAX},
 };
@@ -108,7 +109,12 @@ impl Core {
         let cause = |side| Cause::new(side, cause_kind(kind), message);
         match &mut self.role {
             RoleDriver::Null => {}
-            RoleDriver::Prefill(role) => role.cancel(now, id, cause(Side::Prefill)),
+            RoleDriver::Prefill(role) => {
+                role.cancel(now, id, cause(Side::Prefill));
+                if self.scheduler.limits().planted.is(Fault::FreesSourceAtEnd) {
+                    self.quiet(id);
+                }
+            }
             RoleDriver::Decode(role) if stage == Some(Stage::Handoff) => role.cancel(now, id, cause(Side::Decode)),
             RoleDriver::Decode(_) => {}
         }

@@ -3,6 +3,7 @@
 
 use tandem_handoff::{
     ids::Time,
+    sabotage::Fault,
     wire::{FirstLogprob, FirstToken},
 };
 
@@ -49,6 +50,7 @@ impl Core {
         let pages = sequence.pages.indices().to_vec();
         let used = sequence.tokens.len() % page_size;
         if used > 0
+            && !self.scheduler.limits().planted.is(Fault::LeavesTail)
             && let Some(&last) = pages.last()
         {
             self.backend.zero_tail(last, used as u32);
@@ -89,7 +91,7 @@ impl Core {
         }
     }
 
-    fn quiet(&mut self, id: SeqId) {
+    pub(super) fn quiet(&mut self, id: SeqId) {
         if let Some(lease) = self.sources.remove(&id) {
             self.scheduler.pool_mut().end_lease(lease);
         }
