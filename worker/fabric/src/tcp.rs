@@ -10,7 +10,8 @@
 //!   rest of such a frame into scratch memory. Neither Drained nor closing the stream is needed, or would be enough.
 //! - *P's source is quiet* when the kernel has copied the bytes (each write call is non-blocking and copies), or the
 //!   sender task gave the piece up or ended. After a stop the rest of a begun frame is filled with zeros, so that a peer
-//!   that reads slowly does not pin P's pages; D never publishes such an attempt, since its Done never comes.
+//!   that reads slowly does not pin P's pages; D never publishes such an attempt, since its Done never comes: the source
+//!   machine stops no attempt whose Done is out.
 
 mod frame;
 mod sink;

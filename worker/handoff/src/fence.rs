@@ -6,8 +6,7 @@
 
 use std::fmt;
 
-/// Names one publication of one list of pages; grows within a decode incarnation and is never reused. It is also the
-/// number of the attempt that the pages serve.
+/// Names one publication of one list of pages; grows within a decode incarnation and is never reused.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct Publication(pub(crate) u64);
 

@@ -27,7 +27,7 @@
 //!      +---------+                              |  |      +-+ fence again; never freed by time
 //!           | all posts settled                 v  v
 //!           v                               +----------+
-//!       Delivered, Quiet                    | Draining |  Stop; all posts settled -> Quiet,
+//!       Delivered, Quiet                    | Draining |  Stop unless Done is out; all posts settled -> Quiet,
 //!                                           +----------+  Drained to D unless poisoned or the channel is gone
 //!
 //!  P, per room: free -> Request | Held Reserve | Tombstone -> free. Each second live use is refused by name.

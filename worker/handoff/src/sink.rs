@@ -119,6 +119,9 @@ pub struct Sink {
     attempts: BTreeMap<Attempt, RequestId>,
     draining: BTreeMap<Attempt, Draining>,
     deadlines: Deadlines<Timer>,
+    last_publication: u64,
+    /// Of attempts: given when pages are shown, since P accepts growing numbers only, and a prefill worker that is called by
+    /// two names gets both names' pages over one channel.
     last_number: u64,
     /// Ask for a checksum per page and KV head, and compare before the commit.
     checksums: bool,
@@ -136,6 +139,7 @@ impl Sink {
             attempts: BTreeMap::new(),
             draining: BTreeMap::new(),
             deadlines: Deadlines::default(),
+            last_publication: 0,
             last_number: 0,
             checksums: false,
             effects: Vec::new(),
@@ -209,10 +213,8 @@ impl Sink {
         held_tokens: u32,
         mut pages: PublishedPages,
     ) {
-        if self.draining.is_empty() || !self.limits.planted.is(Fault::NumbersRetryAlike) {
-            self.last_number += 1;
-        }
-        let publication = Publication(self.last_number);
+        self.last_publication += 1;
+        let publication = Publication(self.last_publication);
         pages.bind(publication);
         let address = ticket.address();
         let wrong = self.misfit(prompt, held_tokens, pages.len());
@@ -467,7 +469,7 @@ impl Sink {
         let waits = |live: &Live| matches!(&live.state, State::Dialling { address, .. } if address == wanted);
         let mut ids: Vec<_> =
             self.live.iter().filter(|(_, live)| waits(live)).map(|(id, live)| (live.publication, *id)).collect();
-        // P accepts attempt numbers in growing order only.
+        // First come, first served.
         ids.sort_unstable();
         ids.into_iter().map(|(_, id)| id).collect()
     }
@@ -480,7 +482,10 @@ impl Sink {
         let State::Dialling { prompt_tokens, prompt_hash, held_hash, .. } = live.state else {
             return;
         };
-        let attempt = channel.attempt(live.publication.0);
+        if self.draining.is_empty() || !self.limits.planted.is(Fault::NumbersRetryAlike) {
+            self.last_number += 1;
+        }
+        let attempt = channel.attempt(self.last_number);
         let mapping = Mapping::new(&peer.shape, &self.shape);
         let pages = live.pages.numbers().to_vec();
         let landed = PieceSet::new(mapping.pieces(pages.len()));

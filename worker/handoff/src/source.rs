@@ -543,6 +543,9 @@ impl Source {
         let Entry::Occupied(mut entry) = self.requests.entry(id) else {
             return;
         };
+        // Once Done is out D may commit at any moment, unless it said that it has ended: what is posted then arrives as it
+        // is, or not at all. A fabric that fills up a stopped piece would let D publish the filling (H4).
+        let done_is_out = matches!(entry.get().state, State::Pushed(_)) && notice != Notice::Drained;
         let transfer = match mem::replace(&mut entry.get_mut().state, State::Waiting { prompt: Box::default() }) {
             State::Waiting { .. } => {
                 let room = entry.remove().room;
@@ -573,7 +576,9 @@ impl Source {
         if self.limits.planted.is(Fault::ReusesRoomEarly) {
             self.drop_room(room);
         }
-        self.effects.push(SourceEffect::Stop { attempt });
+        if !done_is_out {
+            self.effects.push(SourceEffect::Stop { attempt });
+        }
         self.fact(SourceFact::Failed { request: id, cause });
         self.conclude(id);
     }

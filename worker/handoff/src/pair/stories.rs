@@ -143,6 +143,17 @@ fn a_cancelled_transfer_pins_both_sides_until_its_writes_have_settled() {
 }
 
 #[test]
+fn a_cancel_after_done_stops_no_post_for_d_may_commit_what_is_under_way() {
+    let mut pair = Pair::new();
+    pair.open(1, 5);
+    pair.p_finish(1);
+    pair.source.cancel(pair.now, RequestId(1), user());
+    let effects = pair.source.effects();
+    assert!(!effects.iter().any(|effect| matches!(effect, SourceEffect::Stop { .. })), "{effects:?}");
+    assert!(!pair.source.is_idle(), "H5: its posts have not settled");
+}
+
+#[test]
 fn a_failure_of_p_reaches_the_client_of_d_with_its_root_cause() {
     let mut pair = Pair::new();
     pair.open(1, 5);
