@@ -15,6 +15,7 @@ use tandem_handoff::{
 };
 
 use crate::{
+    announce::Announcer,
     bootstrap::{
         ControlEvent, ControlPlane, HandoffKey, HandoffParts, dialler, limits, sample_error, stats::HandoffStats,
     },
@@ -80,6 +81,7 @@ pub struct DecodeRole {
     facts: Vec<DecodeFact>,
     /// Present where checksums are asked for.
     checksums: Option<Checksums>,
+    announcer: Announcer,
 }
 
 impl DecodeRole {
@@ -101,7 +103,17 @@ impl DecodeRole {
         stats: Arc<HandoffStats>,
         page_bytes: u64,
     ) -> Self {
-        Self { sink, fabric, control, stats, offered: BTreeMap::new(), page_bytes, facts: Vec::new(), checksums: None }
+        Self {
+            sink,
+            fabric,
+            control,
+            stats,
+            offered: BTreeMap::new(),
+            page_bytes,
+            facts: Vec::new(),
+            checksums: None,
+            announcer: Announcer::new("decode"),
+        }
     }
 
     /// Asks P for checksums, and commits only pages that have them.
@@ -151,7 +163,14 @@ impl DecodeRole {
         }
     }
 
+    fn announce(&mut self) {
+        let sink = &self.sink;
+        self.announcer.look(|id| sink.state(id).map(|state| (state, sink.attempt(id))));
+    }
+
     fn act(&mut self, now: Time) {
+        // Before the effects bring further states about.
+        self.announce();
         for effect in self.sink.effects() {
             match effect {
                 SinkEffect::Dial { address } => self.control.dial(address),
@@ -170,15 +189,18 @@ impl DecodeRole {
                 SinkEffect::Fact(fact) => self.fact(fact),
             }
         }
+        self.announce();
     }
 
     fn fact(&mut self, fact: SinkFact) {
         let fact = match fact {
             SinkFact::Committed { request, pages, proof, first } => {
+                self.announcer.succeeded(request);
                 self.stats.committed(self.offered.remove(&request).unwrap_or(0));
                 DecodeFact::Committed { id: SeqId(request.0), pages, proof, first }
             }
             SinkFact::Failed { request, cause } => {
+                self.announcer.failed(request);
                 self.offered.remove(&request);
                 self.stats.transfer_failed();
                 DecodeFact::Failed { id: SeqId(request.0), error: sample_error(&cause) }
@@ -194,6 +216,7 @@ impl DecodeHandoff for DecodeRole {
         self.stats.allocated(now.micros_since(arrived));
         let request = RequestId(id.0);
         self.offered.insert(request, pages.len() as u64 * self.page_bytes);
+        self.announcer.follow(request, ticket.room);
         self.sink.reserve(now, request, ticket, prompt, 0, pages);
         self.act(now);
     }

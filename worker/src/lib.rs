@@ -1,4 +1,5 @@
 //! The worker: HTTP, scheduler, KV pool, roles.
+mod announce;
 pub mod backend;
 pub mod bootstrap;
 pub mod config;

@@ -14,6 +14,7 @@ use tandem_handoff::{
 };
 
 use crate::{
+    announce::Announcer,
     bootstrap::{
         BootstrapPort, ControlEvent, ControlPlane, HandoffParts, HandoffStartError, limits, listener, sample_error,
         stats::HandoffStats,
@@ -96,6 +97,7 @@ pub struct PrefillRole {
     facts: Vec<PrefillFact>,
     /// Absent where the pages cannot be read by this process.
     checksums: Option<Checksums>,
+    announcer: Announcer,
 }
 
 impl PrefillRole {
@@ -119,7 +121,8 @@ impl PrefillRole {
         control: Box<dyn ControlPlane>,
         stats: Arc<HandoffStats>,
     ) -> Self {
-        Self { source, fabric, control, stats, met: BTreeMap::new(), facts: Vec::new(), checksums: None }
+        let announcer = Announcer::new("prefill");
+        Self { source, fabric, control, stats, met: BTreeMap::new(), facts: Vec::new(), checksums: None, announcer }
     }
 
     /// Computes the checksums that a decode worker asks for.
@@ -165,7 +168,14 @@ impl PrefillRole {
         }
     }
 
+    fn announce(&mut self) {
+        let source = &self.source;
+        self.announcer.look(|id| source.state(id).map(|state| (state, source.attempt(id))));
+    }
+
     fn act(&mut self, now: Time) {
+        // Before the effects bring further states about.
+        self.announce();
         for effect in self.source.effects() {
             match effect {
                 SourceEffect::Send { channel, frame } => self.control.send(channel, frame),
@@ -182,6 +192,7 @@ impl PrefillRole {
                 SourceEffect::Fact(fact) => self.fact(now, fact),
             }
         }
+        self.announce();
     }
 
     fn fact(&mut self, now: Time, fact: SourceFact) {
@@ -193,12 +204,14 @@ impl PrefillRole {
                 PrefillFact::Reserved { id: SeqId(request.0), held_tokens }
             }
             SourceFact::Delivered { request, bytes, since } => {
+                self.announcer.succeeded(request);
                 let (arrived, reserved) = self.met.remove(&request).unwrap_or((now, None));
                 let bootstrap_us = reserved.unwrap_or(now).micros_since(arrived);
                 self.stats.delivered(bytes, bootstrap_us, now.micros_since(since));
                 PrefillFact::Delivered { id: SeqId(request.0) }
             }
             SourceFact::Failed { request, cause } => {
+                self.announcer.failed(request);
                 match self.met.remove(&request) {
                     Some((_, Some(_))) => self.stats.transfer_failed(),
                     _ => self.stats.bootstrap_failed(),
@@ -214,6 +227,7 @@ impl PrefillRole {
 impl PrefillHandoff for PrefillRole {
     fn request(&mut self, now: Time, id: SeqId, ticket: &Ticket, prompt: &[u32]) {
         self.met.insert(RequestId(id.0), (now, None));
+        self.announcer.follow(RequestId(id.0), ticket.room);
         self.source.request(now, RequestId(id.0), ticket.room, prompt);
         self.act(now);
     }

@@ -1,12 +1,14 @@
 //! Fleets of real workers behind a real gateway, on the loopback address of this test.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Mutex;
 use std::time::Duration;
 
 use crate::client::Client;
 use crate::loads::{self, Loads};
 use crate::process::{LogFolder, Process};
+use crate::proxy::Proxy;
 use crate::{binary, checkpoint, net, wait};
 
 /// The name under which a fleet serves its model.
@@ -44,6 +46,8 @@ pub struct FleetOptions {
     pub decode_args: String,
     pub gateway_args: String,
     pub with_gateway: bool,
+    /// A proxy stands before each prefill worker's bootstrap port.
+    pub with_proxies: bool,
 }
 
 impl FleetOptions {
@@ -59,6 +63,7 @@ impl FleetOptions {
             decode_args: String::new(),
             gateway_args: String::new(),
             with_gateway: true,
+            with_proxies: false,
         }
     }
 
@@ -88,6 +93,11 @@ impl FleetOptions {
         Self { gateway_args: line.into(), ..self }
     }
 
+    /// With a [`Proxy`] before each prefill worker's bootstrap port.
+    pub fn proxied(self) -> Self {
+        Self { with_proxies: true, ..self }
+    }
+
     /// The workers alone, for a peer's gateway in front.
     pub fn without_gateway(self) -> Self {
         Self { with_gateway: false, ..self }
@@ -100,6 +110,8 @@ pub struct Worker {
     pub role: Role,
     pub port: u16,
     pub bootstrap_port: u16,
+    /// Stands before the bootstrap port, and is where the gateway sends decode workers.
+    pub proxy: Option<Proxy>,
     args: Vec<String>,
     process: Option<Process>,
 }
@@ -123,7 +135,7 @@ impl Worker {
         for line in [&options.worker_args, of_role] {
             args.extend(line.split_whitespace().map(Into::into));
         }
-        Self { name, role, port: ports[0], bootstrap_port: ports[1], args, process: None }
+        Self { name, role, port: ports[0], bootstrap_port: ports[1], proxy: None, args, process: None }
     }
 
     pub fn url(&self) -> String {
@@ -141,6 +153,21 @@ impl Worker {
     /// As `kill -9`: no word to anybody.
     pub fn kill(&mut self) {
         self.process.take().expect("the worker runs").kill();
+    }
+
+    /// Sends a signal by name, such as `STOP`.
+    pub fn signal(&self, signal: &str) {
+        self.process.as_ref().expect("the worker runs").signal(signal);
+    }
+
+    /// The running process.
+    pub fn process(&mut self) -> &mut Process {
+        self.process.as_mut().expect("the worker runs")
+    }
+
+    /// The proxy before a prefill worker.
+    pub fn proxy(&self) -> &Proxy {
+        self.proxy.as_ref().expect("the fleet was started with proxies")
     }
 
     /// Starts the process on this worker's ports, without waiting.
@@ -171,6 +198,9 @@ impl Fleet {
         let places = of(Role::Prefill, options.prefills).chain(of(Role::Decode, options.decodes));
         let places = places.chain(of(Role::Plain, options.plains));
         let mut workers: Vec<Worker> = places.map(|(role, index)| Worker::new(&options, role, index)).collect();
+        for worker in workers.iter_mut().filter(|worker| options.with_proxies && worker.role == Role::Prefill) {
+            worker.proxy = Some(Proxy::before(worker.bootstrap_port).await);
+        }
         workers.iter_mut().for_each(|worker| worker.start(logs.path()));
         for worker in &mut workers {
             worker.until_ready().await;
@@ -211,6 +241,17 @@ impl Fleet {
         self.logs.path()
     }
 
+    /// Where this worker logs.
+    pub fn log_of(&self, worker: &Worker) -> PathBuf {
+        self.logs.path().join(format!("{}.log", worker.name))
+    }
+
+    /// The place of the `nth` worker of a role.
+    pub fn place(&self, role: Role, nth: usize) -> usize {
+        let mut of_role = (0..self.workers.len()).filter(|&at| self.workers[at].role == role);
+        of_role.nth(nth).expect("the fleet has such a worker")
+    }
+
     /// The first worker of a role.
     pub fn first(&mut self, role: Role) -> &mut Worker {
         self.workers.iter_mut().find(|worker| worker.role == role).expect("the fleet has such a worker")
@@ -218,9 +259,13 @@ impl Fleet {
 
     /// Starts a killed worker again on its own ports and waits until it is ready.
     pub async fn revive(&mut self, role: Role) {
-        let logs = self.logs.path().to_owned();
-        let worker = self.first(role);
-        worker.start(&logs);
+        self.revive_at(self.place(role, 0)).await;
+    }
+
+    /// The same for the worker at a place.
+    pub async fn revive_at(&mut self, place: usize) {
+        let worker = &mut self.workers[place];
+        worker.start(self.logs.path());
         worker.until_ready().await;
     }
 
@@ -240,7 +285,10 @@ fn gateway_members(workers: &[Worker]) -> Vec<String> {
     }
     for worker in workers {
         match worker.role {
-            Role::Prefill => args.extend(["--prefill".into(), worker.url(), worker.bootstrap_port.to_string()]),
+            Role::Prefill => {
+                let port = worker.proxy.as_ref().map_or(worker.bootstrap_port, |proxy| proxy.port);
+                args.extend(["--prefill".into(), worker.url(), port.to_string()]);
+            }
             Role::Decode => args.extend(["--decode".into(), worker.url()]),
             Role::Plain => args.extend(["--worker-urls".into(), worker.url()]),
         }
@@ -250,11 +298,13 @@ fn gateway_members(workers: &[Worker]) -> Vec<String> {
 
 /// Waits for status 200 at `path`; an end of the process ends the wait at once with its log.
 async fn until_answers(name: &str, process: &mut Process, client: &Client, path: &str) {
-    let process = std::cell::RefCell::new(process);
+    let process = Mutex::new(process);
     wait::until(&format!("{name} to be ready"), READY_LIMIT, || async {
-        let status = process.borrow_mut().exit_status();
-        if let Some(status) = status {
-            panic!("{name} ended with {status} before it was ready:\n{}", process.borrow().log_tail());
+        {
+            let mut process = process.lock().expect("nobody panics while holding it");
+            if let Some(status) = process.exit_status() {
+                panic!("{name} ended with {status} before it was ready:\n{}", process.log_tail());
+            }
         }
         match client.get(path).await {
             Ok(answer) if answer.status == 200 => Ok(()),

@@ -189,6 +189,15 @@ impl Sink {
         }
     }
 
+    /// The attempt of a request whose pages were offered; `None` once they were given back.
+    pub fn attempt(&self, id: RequestId) -> Option<Attempt> {
+        match self.live.get(&id).map(|live| &live.state) {
+            Some(State::Dialling { .. }) => None,
+            Some(State::Offered { attempt, .. } | State::Verifying { attempt, .. }) => Some(*attempt),
+            None => self.draining().find(|(request, _, _)| *request == id).map(|(_, attempt, _)| attempt),
+        }
+    }
+
     /// The ended attempts that are not proven quiet, each `Draining` or `Quarantined`.
     pub fn draining(&self) -> impl Iterator<Item = (RequestId, Attempt, AttemptState)> + '_ {
         self.draining.iter().map(|(attempt, draining)| {

@@ -253,6 +253,16 @@ impl Source {
         })
     }
 
+    /// The attempt of a request that met its Reserve; `None` once it is forgotten.
+    pub fn attempt(&self, id: RequestId) -> Option<Attempt> {
+        match &self.requests.get(&id)?.state {
+            State::Waiting { .. } => None,
+            State::Open(transfer) | State::Pushed(transfer) | State::Draining { transfer, .. } => {
+                Some(transfer.attempt)
+            }
+        }
+    }
+
     /// Whether D wants checksums of the request's pages.
     pub fn wants_checksums(&self, id: RequestId) -> bool {
         let state = self.requests.get(&id).map(|request| &request.state);
