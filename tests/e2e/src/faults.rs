@@ -12,6 +12,8 @@ use crate::proxy::{Line, Way};
 
 /// Settings of workers under faults: a peer that is silent for 450 ms is lost.
 pub const HEARTBEATS: &str = "--heartbeat-interval-ms 150 --heartbeat-max-failure 2";
+/// A proxy sees what goes over sockets only.
+pub const OVER_TCP: &str = "--disaggregation-transfer-backend tcp";
 /// Shorter than the silence that loses a peer.
 const PAUSE_SHORT: Duration = Duration::from_millis(60);
 /// Longer.

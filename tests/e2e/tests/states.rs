@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use tandem_e2e::announce::{Announcements, LOG_LEVEL};
 use tandem_e2e::corpus::{Endpoint, Feature, Question};
-use tandem_e2e::faults::{Aim, ClientLeaves, Fault, HEARTBEATS, strike};
+use tandem_e2e::faults::{Aim, ClientLeaves, Fault, HEARTBEATS, OVER_TCP, strike};
 use tandem_e2e::fleet::MODEL;
 use tandem_e2e::oracle::{self, Oracle, Verdict};
 use tandem_e2e::proxy::{Line, Way};
@@ -173,7 +173,7 @@ impl Lane {
     async fn start(number: usize, oracle: Arc<Oracle>) -> Self {
         let options = FleetOptions::pd(1, 1)
             .proxied()
-            .worker_args(&format!("{SLOW} {HEARTBEATS} {DEADLINES} {LOG_LEVEL}"))
+            .worker_args(&format!("{SLOW} {OVER_TCP} {HEARTBEATS} {DEADLINES} {LOG_LEVEL}"))
             .gateway_args(PROBES);
         let fleet = Fleet::start(&format!("states-{number}"), options).await;
         let aim = Aim::at(&fleet, 0, 0);

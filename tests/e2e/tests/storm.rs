@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
-use tandem_e2e::faults::{Aim, ClientLeaves, Fault, HEARTBEATS, strike};
+use tandem_e2e::faults::{Aim, ClientLeaves, Fault, HEARTBEATS, OVER_TCP, strike};
 use tandem_e2e::fleet::MODEL;
 use tandem_e2e::loads::Loads;
 use tandem_e2e::oracle::{self, Oracle, Verdict};
@@ -210,8 +210,10 @@ async fn judge(
 async fn fleet_two_thousand_requests_in_a_storm() {
     let questions = corpus::questions(SEED, QUESTIONS, MODEL);
     let oracle = Oracle::ask("storm-oracle", questions, "").await;
-    let options =
-        FleetOptions::pd(2, 2).proxied().worker_args(&format!("{POOLS} {HEARTBEATS} {DEADLINES}")).gateway_args(PROBES);
+    let options = FleetOptions::pd(2, 2)
+        .proxied()
+        .worker_args(&format!("{POOLS} {OVER_TCP} {HEARTBEATS} {DEADLINES}"))
+        .gateway_args(PROBES);
     let mut fleet = Fleet::start("storm", options).await;
     let began = Instant::now();
     let faults: Vec<Fault> = Fault::ALL.into_iter().filter(|fault| *fault != ClientLeaves).collect();
