@@ -92,7 +92,11 @@ impl DecodeRole {
         let control = dialler::start(&parts, key, fabric.clone());
         let page_bytes = (shape.page_bytes() * shape.tp as usize) as u64;
         let sink = Sink::new(shape, limits(parts.config));
-        Self::over(sink, Box::new(fabric), control, parts.stats, page_bytes)
+        let role = Self::over(sink, Box::new(fabric), control, parts.stats, page_bytes);
+        match parts.config.kv_checksum {
+            true => role.with_checksums(Checksums::of_memory(shape, parts.memories)),
+            false => role,
+        }
     }
 
     /// The role over any fabric and any control plane. `page_bytes` counts all ranks.
@@ -125,6 +129,9 @@ impl DecodeRole {
     fn verify(&mut self, now: Time, attempt: Attempt, pages: &[u32], held: usize, expected: &[u32]) {
         let checksums = self.checksums.as_ref().expect("only a role with checksums lets its machine ask for them");
         let outcome = checksums.compare(pages, held, expected);
+        if outcome.is_err() {
+            self.stats.checksum_failed();
+        }
         self.sink.verified(now, attempt, outcome);
         self.act(now);
     }

@@ -57,6 +57,7 @@ pub struct TransferMetrics {
     total_mb: Histogram,
     bootstrap_failed: IntCounter,
     transfer_failed: IntCounter,
+    checksum_failed: IntCounter,
 }
 
 struct Gauges {
@@ -174,6 +175,7 @@ impl TransferMetrics {
             bootstrap_failed: family
                 .counter("num_bootstrap_failed_reqs_total", "Attempts that ended before the transfer began."),
             transfer_failed: family.counter("num_transfer_failed_reqs_total", "Attempts that ended in the transfer."),
+            checksum_failed: family.counter("kv_checksum_failed_total", "Attempts whose KV pages arrived damaged."),
         }
     }
 
@@ -197,6 +199,10 @@ impl TransferMetrics {
 
     pub fn transfer_failed(&self) {
         self.transfer_failed.inc();
+    }
+
+    pub fn checksum_failed(&self) {
+        self.checksum_failed.inc();
     }
 }
 
@@ -295,6 +301,7 @@ mod tests {
     fn names_and_labels_are_those_of_sglang() {
         let metrics = Metrics::new("m\"1", "prefill");
         metrics.transfer.delivered(2_000_000_000, Duration::from_millis(3), Duration::from_secs(1));
+        metrics.transfer.checksum_failed();
         metrics.requests.responded("/generate", 429, Duration::from_millis(1));
         let loads = Loads { total_pages: 8, free_pages: 6, page_size: 16, used_tokens: 20, ..Loads::default() };
         let text = String::from_utf8(metrics.render(&loads)).unwrap();
@@ -302,6 +309,7 @@ mod tests {
             "sglang:token_usage{engine_type=\"prefill\",model_name=\"m\\\"1\"} 0.25",
             "sglang:num_used_tokens{engine_type=\"prefill\",model_name=\"m\\\"1\"} 20",
             "sglang:kv_transfer_speed_gb_s_sum{engine_type=\"prefill\",model_name=\"m\\\"1\"} 2",
+            "sglang:kv_checksum_failed_total{engine_type=\"prefill\",model_name=\"m\\\"1\"} 1",
             "endpoint=\"/generate\",engine_type=\"prefill\",model_name=\"m\\\"1\",status_code=\"429\"} 1",
         ] {
             assert!(text.contains(line), "{line} is not in\n{text}");

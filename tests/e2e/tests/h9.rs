@@ -137,7 +137,7 @@ async fn fleet_split_and_unsplit_answers_are_the_same() {
     assert_usage_of_one_token(&questions, &plain);
     let one = FleetOptions::pd(1, 1).prefill_args("--chunked-prefill-size 64");
     assert_same("1p1d", &questions, &plain, &answers_of("h9-1p1d", one, &questions).await);
-    let two = FleetOptions::pd(2, 2).worker_args("--threads 1");
+    let two = FleetOptions::pd(2, 2).worker_args("--threads 1 --enable-kv-checksum");
     assert_same("2p2d", &questions, &plain, &answers_of("h9-2p2d", two, &questions).await);
 }
 
@@ -152,8 +152,13 @@ async fn fleet_preemption_and_ranks_change_no_answer() {
     let ranks = FleetOptions::pd(1, 1)
         .model(&model)
         .prefill_args("--tp-size 2")
-        .decode_args("--max-total-tokens 2048 --num-reserved-decode-tokens 16");
+        .decode_args("--max-total-tokens 2048 --num-reserved-decode-tokens 16 --enable-kv-checksum");
     assert_same("tp 2 to 1", &questions, &plain, &answers_of("h9-ranks", ranks, &questions).await);
+    let copies = FleetOptions::pd(1, 1)
+        .model(&model)
+        .prefill_args("--tp-size 2")
+        .decode_args("--tp-size 4 --enable-kv-checksum");
+    assert_same("tp 2 to 4", &questions, &plain, &answers_of("h9-copies", copies, &questions).await);
 }
 
 /// Aborts at every step while pages change hands: none may land in the pages of another request.
@@ -163,7 +168,7 @@ async fn fleet_leaving_clients_change_no_answer() {
     let plain = answers_of("h9-calm", FleetOptions::plain(), &questions).await;
     let pools = FleetOptions::pd(1, 1)
         .prefill_args("--chunked-prefill-size 32 --max-total-tokens 8192")
-        .decode_args("--max-total-tokens 4096 --num-reserved-decode-tokens 16");
+        .decode_args("--max-total-tokens 4096 --num-reserved-decode-tokens 16 --enable-kv-checksum");
     let answers = answers_beside("h9-churn", pools, &questions, leave_again_and_again).await;
     assert_same("leaving clients", &questions, &plain, &answers);
 }

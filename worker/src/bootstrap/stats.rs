@@ -24,6 +24,8 @@ pub struct HandoffStats {
     pub channels_opened: AtomicU64,
     /// Connections refused: unauthenticated ones over the cap, wrong keys, workers that differ.
     pub handshakes_refused: AtomicU64,
+    /// D: attempts whose pages arrived damaged.
+    pub checksums_failed: AtomicU64,
     metrics: Option<TransferMetrics>,
 }
 
@@ -56,6 +58,14 @@ impl HandoffStats {
     pub(crate) fn committed(&self, bytes: u64) {
         self.transfers_completed.fetch_add(1, Relaxed);
         self.bytes_received.fetch_add(bytes, Relaxed);
+    }
+
+    /// D: pages arrived damaged.
+    pub(crate) fn checksum_failed(&self) {
+        self.checksums_failed.fetch_add(1, Relaxed);
+        if let Some(metrics) = &self.metrics {
+            metrics.checksum_failed();
+        }
     }
 
     pub(crate) fn transfer_failed(&self) {

@@ -22,6 +22,7 @@ use super::{BootstrapPort, HandoffKey, HandoffParts, HandoffStartError, stats::H
 use crate::{
     config::HandoffConfig,
     decode_role::{DecodeFact, DecodeHandoff, DecodeRole},
+    kv::sums::Checksums,
     prefill_role::{PrefillFact, PrefillHandoff, PrefillRole},
     request::{SampleErrorKind, SeqId},
 };
@@ -41,6 +42,7 @@ fn config(port: u16) -> HandoffConfig {
         heartbeat_interval_ms: 200,
         heartbeat_max_failure: 2,
         key_file: None,
+        kv_checksum: true,
         bootstrap_host: "127.0.0.1".into(),
         bootstrap_port: port,
     }
@@ -240,6 +242,41 @@ fn pages_move_and_their_evidence_frees_them() {
                 assert!(pool.bytes_mut()[at..at + d.head_bytes()] == pattern(d, page_p, head)[..]);
             }
         }
+    }
+}
+
+/// Ranks that share heads in every way: fewer, more, and copies of one head.
+#[test]
+fn pages_that_arrive_damaged_fail_the_request_by_page_and_head_and_come_back() {
+    for (p_tp, d_tp) in [(1, 1), (2, 1), (1, 2), (2, 4), (4, 2)] {
+        let (p, d) = (Setup::new(0, p_tp), Setup::new(0, d_tp));
+        let shape = p.shape;
+        // What P computed for its page 2, the second of the prompt, is not what its fabric sends of head 1.
+        let mut computed = pools(shape);
+        let (rank, slot) = shape.holder(1);
+        let pool = Arc::get_mut(&mut computed[rank as usize]).expect("nobody else has it");
+        pool.bytes_mut()[shape.head_offset(2, slot) + shape.head_bytes() - 1] ^= 0x10;
+        let mut pair = Pair::new(p, d);
+        pair.assert_serves(1, 7);
+        let role = pair.p.take().expect("P runs");
+        pair.p = Some(role.with_checksums(Checksums::of_memory(shape, computed)));
+        pair.ask(2, 8, &[3, 0, 6]);
+        pair.until_reserved(2);
+        pair.finish(2, &[1, 2, 4]);
+        let (kind, message) = pair.d_failure(2);
+        assert_eq!(kind, SampleErrorKind::Internal, "{p_tp} to {d_tp}");
+        assert!(
+            message.contains("page 1 of the prompt (page 0 of the pool), KV head 1"),
+            "{p_tp} to {d_tp}: {message}"
+        );
+        pair.until_d_quiet();
+        let Some(DecodeFact::Quiet { pages, proof }) = pair.d_facts.pop() else { panic!("{:?}", pair.d_facts) };
+        assert_eq!(pages.redeem(proof).expect("its own proof"), [3, 0, 6]);
+        assert_eq!(pair.stats.checksums_failed.load(Ordering::Relaxed), 1);
+        pair.ask(3, 9, &[3, 0, 6]);
+        pair.until_reserved(3);
+        pair.finish(3, &[1, 4, 5]);
+        pair.until_committed(3);
     }
 }
 

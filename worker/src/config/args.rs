@@ -117,6 +117,11 @@ pub struct WorkerArgs {
     #[arg(long, value_name = "FILE")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub handoff_key_file: Option<PathBuf>,
+    /// Decode: verify each prompt's KV pages against checksums before decoding. The prefill worker computes them for each
+    /// decode worker that asks, whatever its own setting
+    #[arg(long)]
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub enable_kv_checksum: bool,
     /// Prefill: how long a request or a reservation waits for its other half [default: 300000]
     #[arg(long, value_name = "MS")]
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -1,6 +1,8 @@
 //! From raw settings to checked ones, in two steps: what can be judged alone ([`Settings::check`]), before minutes of
 //! loading; and what needs the model's shape ([`Settings::engine`]). *Pure.*
 
+use tandem_handoff::wire::CHECKSUMS_MAX;
+
 use super::{CpuMath, EngineConfig, HandoffConfig, HttpConfig, Role, WorkerArgs, args::Device};
 use crate::error::StartError;
 
@@ -109,6 +111,7 @@ impl Settings {
             Some(tokens) => tokens,
             None => self.tokens_in_budget(model, context_length)?,
         };
+        self.checksums_fit(model.kv_heads, context_length.min(max_total_tokens))?;
         Ok(EngineConfig {
             role: self.role,
             page_size: limits.page_size,
@@ -124,6 +127,19 @@ impl Settings {
             tp_size: limits.tp_size,
             cpu_math: self.cpu_math,
             threads: self.threads,
+        })
+    }
+
+    /// The checksums of the longest prompt travel in one frame.
+    fn checksums_fit(&self, kv_heads: usize, prompt_tokens_max: u32) -> Result<(), StartError> {
+        let page_size = self.limits.page_size;
+        let checksums = prompt_tokens_max.div_ceil(page_size) as usize * kv_heads;
+        let asked = self.role == Role::Decode && self.handoff.kv_checksum;
+        require(!asked || checksums <= CHECKSUMS_MAX, || {
+            format!(
+                "--enable-kv-checksum: a prompt of {prompt_tokens_max} tokens in pages of {page_size} has {checksums} checksums \
+                 ({kv_heads} KV heads), {CHECKSUMS_MAX} is the most: set a smaller --context-length or a larger --page-size"
+            )
         })
     }
 
@@ -213,6 +229,7 @@ fn check_handoff(args: &WorkerArgs, host: &str) -> Result<HandoffConfig, StartEr
         heartbeat_interval_ms: wait("--heartbeat-interval-ms", args.heartbeat_interval_ms, 5_000)?,
         heartbeat_max_failure,
         key_file: args.handoff_key_file.clone(),
+        kv_checksum: args.enable_kv_checksum,
         bootstrap_host: host.into(),
         bootstrap_port: args.disaggregation_bootstrap_port.unwrap_or(8998),
     })
@@ -313,14 +330,35 @@ mod tests {
     }
 
     #[test]
+    fn checksums_that_no_frame_holds_are_refused_on_the_worker_that_asks_for_them() {
+        let long = ModelFacts { max_positions: 1 << 20, kv_heads: 4, heads: 8, ..facts() };
+        let start = |role, enable_kv_checksum, context_length| {
+            let disaggregation_mode = Some(role);
+            let max_total_tokens = Some(1 << 20);
+            let args =
+                WorkerArgs { disaggregation_mode, enable_kv_checksum, context_length, max_total_tokens, ..args() };
+            Settings::check(&args, 2).unwrap().engine(&long).map(|_| ()).map_err(|error| error.to_string())
+        };
+        let refused = start(Role::Decode, true, None).unwrap_err();
+        for part in ["--enable-kv-checksum", "262144 checksums", "200000", "--context-length", "--page-size"] {
+            assert!(refused.contains(part), "{refused}");
+        }
+        assert_eq!(start(Role::Decode, true, Some(800_000)), Ok(()));
+        assert_eq!(start(Role::Decode, false, None), Ok(()));
+        assert_eq!(start(Role::Prefill, true, None), Ok(()));
+    }
+
+    #[test]
     fn a_file_lies_below_flags_and_its_typos_are_named() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("worker.toml");
-        std::fs::write(&path, "model_path = \"from-file\"\nport = 4\napi_key = 12345\n").unwrap();
+        std::fs::write(&path, "model_path = \"from-file\"\nport = 4\napi_key = 12345\nenable_kv_checksum = true\n")
+            .unwrap();
         let merged =
             WorkerArgs { config: Some(path.clone()), port: Some(5), ..WorkerArgs::default() }.merged().unwrap();
         assert_eq!(merged.model_path.as_deref(), Some("from-file"));
         assert_eq!((merged.port, merged.api_key.as_deref()), (Some(5), Some("12345")));
+        assert!(merged.enable_kv_checksum, "a flag that is not given hides no line of the file");
         std::fs::write(&path, "modle_path = \"x\"\n").unwrap();
         let error = WorkerArgs { config: Some(path), ..WorkerArgs::default() }.merged().err().unwrap().to_string();
         assert!(error.contains("modle_path"), "{error}");

@@ -77,6 +77,8 @@ pub struct HandoffConfig {
     pub heartbeat_interval_ms: u64,
     pub heartbeat_max_failure: u32,
     pub key_file: Option<PathBuf>,
+    /// D: compare a checksum per page and KV head before the commit.
+    pub kv_checksum: bool,
     /// P's bootstrap listener.
     pub bootstrap_host: String,
     pub bootstrap_port: u16,

@@ -42,6 +42,7 @@ impl Checksums {
     /// The first page and head that differ.
     pub fn compare(&self, pages: &[u32], held: usize, expected: &[u32]) -> Result<(), Corrupt> {
         let heads = self.shape.kv_heads as usize;
+        assert_eq!(expected.len(), pages.len() * heads, "the machine counted the checksums");
         for (at, (&page, expected)) in pages.iter().zip(expected.chunks_exact(heads)).enumerate() {
             for rank in 0..self.shape.tp {
                 for (slot, head) in self.shape.heads_of_rank(rank).enumerate() {

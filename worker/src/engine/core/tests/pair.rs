@@ -9,6 +9,7 @@ use std::{
 
 use proptest::prelude::*;
 use tandem_handoff::{
+    checksum::head_checksum,
     ids::{Attempt, Channel, Incarnation, RequestId, Room, SessionId, Time},
     layout::{Mapping, PoolShape},
     limits::Limits,
@@ -26,6 +27,7 @@ use crate::{
     config::Role,
     decode_role::{DecodeFact, DecodeHandoff, DecodeQueues},
     engine::{core::Turn, inbox::Mail, thread::RoleDriver, toy::Toy},
+    kv::sums::{Checksums, PageSums},
     prefill_role::{PrefillFact, PrefillHandoff, PrefillQueues},
     request::{FinishReason, SampleError, SampleErrorKind, SampleEvent, SampleRequest, SeqId},
 };
@@ -51,12 +53,32 @@ struct Wire {
     source_facts: Vec<PrefillFact>,
     sink_facts: Vec<DecodeFact>,
     pools: Option<(Toy, Toy)>,
+    /// The next page changes on its way.
+    damage_next: bool,
+}
+
+struct ToySums(Toy);
+
+impl PageSums for ToySums {
+    fn sum(&self, _rank: u32, page: u32, _slot: u32) -> u32 {
+        head_checksum(&self.0.page(page).into_iter().flat_map(u32::to_le_bytes).collect::<Vec<u8>>())
+    }
+}
+
+fn sums(toy: &Toy, pages: u32) -> Checksums {
+    Checksums::over(pool_shape(pages), Box::new(ToySums(toy.clone())))
 }
 
 impl Wire {
     fn act(&mut self, now: Time, call: impl FnOnce(&mut Self)) {
         call(self);
         self.pump(now);
+    }
+
+    /// What the prefill role computes where D asks for it.
+    fn source_sums(&self, id: SeqId, pages: &[u32]) -> Vec<u32> {
+        let (prefill, _) = self.pools.as_ref().unwrap();
+        if self.source.wants_checksums(RequestId(id.0)) { sums(prefill, PREFILL.pages).of(pages) } else { vec![] }
     }
 
     fn pump(&mut self, now: Time) {
@@ -111,7 +133,12 @@ impl Wire {
                 self.expected.insert(attempt, (pages, mapping));
             }
             SinkEffect::Revoke { attempt } => self.revoked.push(attempt),
-            SinkEffect::PeerDrained { .. } | SinkEffect::Verify { .. } => {}
+            SinkEffect::PeerDrained { .. } => {}
+            SinkEffect::Verify { attempt, pages, held, checksums } => {
+                let (_, decode) = self.pools.as_ref().unwrap();
+                let outcome = sums(decode, DECODE.pages).compare(&pages, held, &checksums);
+                self.sink.verified(now, attempt, outcome);
+            }
             SinkEffect::Release { attempt } => {
                 self.expected.remove(&attempt);
             }
@@ -164,7 +191,11 @@ impl Wire {
         let (prefill, decode) = self.pools.as_ref().unwrap();
         let from = piece.source_offset / pool_shape(PREFILL.pages).page_bytes();
         let to = pages[mapping.split(piece.index as usize).0];
-        decode.write_page(to, &prefill.page(from as u32));
+        let mut kv = prefill.page(from as u32);
+        if std::mem::take(&mut self.damage_next) {
+            kv[1] ^= 1;
+        }
+        decode.write_page(to, &kv);
         self.sink.landed(attempt, &[piece.index]);
     }
 }
@@ -182,7 +213,10 @@ impl PrefillHandoff for SourcePort {
     }
 
     fn chunk_written(&mut self, now: Time, id: SeqId, pages: &[u32], range: std::ops::Range<usize>) {
-        self.0.lock().unwrap().act(now, |wire| wire.source.chunk_written(now, RequestId(id.0), pages, range, &[]));
+        self.0.lock().unwrap().act(now, |wire| {
+            let sums = wire.source_sums(id, &pages[range.clone()]);
+            wire.source.chunk_written(now, RequestId(id.0), pages, range, &sums);
+        });
     }
 
     fn finish(
@@ -193,7 +227,10 @@ impl PrefillHandoff for SourcePort {
         range: std::ops::Range<usize>,
         first: tandem_handoff::wire::FirstToken,
     ) {
-        self.0.lock().unwrap().act(now, |wire| wire.source.finish(now, RequestId(id.0), pages, range, &[], first));
+        self.0.lock().unwrap().act(now, |wire| {
+            let sums = wire.source_sums(id, &pages[range.clone()]);
+            wire.source.finish(now, RequestId(id.0), pages, range, &sums, first);
+        });
     }
 
     fn cancel(&mut self, now: Time, id: SeqId, cause: Cause) {
@@ -268,7 +305,9 @@ impl Pair {
             source_facts: vec![],
             sink_facts: vec![],
             pools: None,
+            damage_next: false,
         }));
+        wire.lock().unwrap().sink.ask_checksums();
         let source = RoleDriver::Prefill(Box::new(SourcePort(wire.clone())));
         let prefill = Bench::new(PREFILL, Role::Prefill, source);
         let decode = Bench::new(DECODE, Role::Decode, RoleDriver::Decode(Box::new(SinkPort(wire.clone()))));
@@ -379,6 +418,21 @@ fn an_answer_that_ends_with_its_first_token_never_decodes() {
 }
 
 #[test]
+fn a_page_that_changes_on_its_way_fails_its_request_and_no_other() {
+    let mut pair = Pair::new();
+    pair.wire.lock().unwrap().damage_next = true;
+    let asked = request(&[5, 4, 3, 2, 1, 6, 7, 8, 9], 10);
+    let damaged = pair.submit(&asked, 1, false);
+    pair.settle();
+    let [SampleEvent::Failed(error)] = &pair.decode.said[&damaged][..] else { panic!("{:?}", pair.decode.said) };
+    assert!(error.message.contains("page 0 of the prompt") && error.message.contains("KV head 0"), "{}", error.message);
+    let whole = pair.submit(&asked, 2, false);
+    pair.settle();
+    assert_eq!(pair.decode.said[&whole], alone(DECODE, &asked));
+    pair.assert_clean();
+}
+
+#[test]
 fn a_role_server_refuses_a_request_without_ticket() {
     let mut pair = Pair::new();
     for bench in [&mut pair.prefill, &mut pair.decode] {
@@ -411,6 +465,7 @@ enum Act {
     AbortDecode(u64),
     LoseChannel,
     FailStep(bool),
+    Damage,
 }
 
 fn act(faults: bool) -> impl Strategy<Value = Act> {
@@ -424,6 +479,7 @@ fn act(faults: bool) -> impl Strategy<Value = Act> {
         3 => (0u64..6).prop_map(Act::AbortDecode),
         1 => Just(Act::LoseChannel),
         1 => any::<bool>().prop_map(Act::FailStep),
+        1 => Just(Act::Damage),
     ];
     prop_oneof![20 => calm.boxed(), u32::from(faults) => fault.boxed()]
 }
@@ -442,6 +498,7 @@ impl Pair {
                 wire.lose(now, "the test cut it");
                 wire.pump(now);
             }
+            Act::Damage => self.wire.lock().unwrap().damage_next = true,
             Act::FailStep(prefill) => {
                 let bench = if *prefill { &self.prefill } else { &self.decode };
                 bench.toy.state.lock().unwrap().fail_next = Some("the test broke it".into());
