@@ -52,6 +52,8 @@
 //! - **H10** A page leaves a sequence only after the last launched step or copy that names it has completed, and is not
 //!   shown to a peer before.
 
+#![forbid(unsafe_code)]
+
 pub mod cause;
 pub mod checksum;
 pub mod deadline;
