@@ -5,7 +5,7 @@
 //! worker commits is compared with an oracle that knows only the prompt ([`pattern`]). So a fabric that writes too late,
 //! reads too late, or says that it is quiet too early, is seen by its effect, whatever it reports.
 //!
-//! A backend takes part by a fixture, a [`Backend`]; `tcp` is one. [`CASES`] are plain functions with names, so that
+//! A backend takes part by a fixture, a [`Backend`]: `tcp` and `shm` are two. [`CASES`] are plain functions with names, so that
 //! the suite also runs where no test harness is: `tandem-conformance BACKEND` is that program. Each case can fail:
 //! `tests/planted.rs` plants a fault into a good backend, and names the case that must find it.
 
@@ -20,6 +20,7 @@ pub mod lab;
 pub mod pages;
 pub mod pattern;
 mod relay;
+pub mod shm;
 pub mod tcp;
 
 pub use backend::Backend;
@@ -77,4 +78,9 @@ pub fn run(name: &str, backend: &dyn Backend) -> Result<(), Failure> {
         let _beside_others = RUNNING.read().unwrap_or_else(PoisonError::into_inner);
         (case.run)(backend)
     }
+}
+
+/// What a fixture says when the machine refuses it something.
+fn no(what: &'static str) -> impl Fn(std::io::Error) -> Failure {
+    move |error| Failure::new(format!("this machine lends no {what}: {error}"))
 }

@@ -3,14 +3,15 @@
 
 use std::{process::ExitCode, time::Instant};
 
-use tandem_conformance::{Backend, CASES, run, tcp::Tcp};
+use tandem_conformance::{Backend, CASES, run, shm::Shm, tcp::Tcp};
 
 fn main() -> ExitCode {
     let mut args = std::env::args().skip(1);
     let backend: Box<dyn Backend> = match args.next().as_deref() {
         Some("tcp") => Box::new(Tcp::relayed()),
+        Some("shm") => Box::new(Shm::relayed()),
         other => {
-            eprintln!("usage: tandem-conformance tcp [CASE...], not {other:?}");
+            eprintln!("usage: tandem-conformance tcp|shm [CASE...], not {other:?}");
             return ExitCode::from(2);
         }
     };

@@ -1,13 +1,14 @@
 //! A relay between two streams that passes as much as its gate allows: it plays a slow network, a peer that has stopped
-//! reading, and, when its task is aborted, a cut.
+//! reading, and a cut: when its task is aborted both ends are gone at once.
 
 use std::{
     io,
+    pin::pin,
     sync::{Arc, Mutex, PoisonError},
 };
 
 use tokio::{
-    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
+    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadHalf, WriteHalf},
     sync::Notify,
 };
 
@@ -57,30 +58,40 @@ impl Gate {
     }
 }
 
-/// Passes bytes on until either end is gone, and what is said back, freely.
-pub async fn relay<S: AsyncRead + AsyncWrite>(gate: Arc<Gate>, near: S, far: S) {
+/// Passes bytes on until D's end is gone; what D says back passes freely. When P's end is gone, or at `cut`, D hears the
+/// end of the stream, and P hears it once D has closed its own: a relay must not claim for D that it has.
+pub async fn relay<S: AsyncRead + AsyncWrite>(gate: Arc<Gate>, cut: Arc<Notify>, near: S, far: S) {
     let (mut from_p, mut to_p) = tokio::io::split(near);
     let (mut from_d, mut to_d) = tokio::io::split(far);
-    let forth = async {
-        let mut buffer = vec![0; BUFFER_BYTES];
-        loop {
-            let filled = from_p.read(&mut buffer).await?;
-            if filled == 0 {
-                return to_d.shutdown().await;
-            }
-            let mut passed = 0;
-            while passed < filled {
-                let end = passed + gate.take(filled - passed).await;
-                to_d.write_all(&buffer[passed..end]).await?;
-                passed = end;
-            }
+    let mut back = pin!(tokio::io::copy(&mut from_d, &mut to_p));
+    tokio::select! {
+        _ = &mut back => return,
+        () = cut.notified() => {}
+        // An error means that one of the two is gone, as the end of the stream does.
+        _ = pass(&gate, &mut from_p, &mut to_d) => {}
+    }
+    if to_d.shutdown().await.is_ok() {
+        let _ = back.await;
+    }
+}
+
+/// From P to D, as the gate allows, to the end of P's stream.
+async fn pass<S: AsyncRead + AsyncWrite>(
+    gate: &Gate,
+    from_p: &mut ReadHalf<S>,
+    to_d: &mut WriteHalf<S>,
+) -> io::Result<()> {
+    let mut buffer = vec![0; BUFFER_BYTES];
+    loop {
+        let filled = from_p.read(&mut buffer).await?;
+        if filled == 0 {
+            return Ok(());
         }
-    };
-    let back = async { tokio::io::copy(&mut from_d, &mut to_p).await };
-    // A close or an error of either end ends both.
-    let ended: io::Result<()> = tokio::select! {
-        ended = forth => ended,
-        ended = back => ended.map(|_| ()),
-    };
-    drop(ended);
+        let mut passed = 0;
+        while passed < filled {
+            let end = passed + gate.take(filled - passed).await;
+            to_d.write_all(&buffer[passed..end]).await?;
+            passed = end;
+        }
+    }
 }

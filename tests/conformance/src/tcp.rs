@@ -17,6 +17,7 @@ use tokio::{
 use crate::{
     Failure,
     backend::{Backend, Ends, Flow, Link, Proofs, SinkEnd, SourceEnd},
+    no,
     relay::{Gate, relay},
 };
 
@@ -89,7 +90,7 @@ impl Link for TcpLink {
             }
             let (far, at_d) = self.runtime.block_on(connected()).map_err(no("loopback connection"))?;
             self.sink.attach(channel, rank, at_d);
-            self.relays.push(self.runtime.spawn(relay(Arc::clone(&self.gate), near, far)));
+            self.relays.push(self.runtime.spawn(relay(Arc::clone(&self.gate), Arc::default(), near, far)));
         }
         Ok(())
     }
@@ -141,8 +142,4 @@ async fn connected() -> std::io::Result<(TcpStream, TcpStream)> {
     dialled.set_nodelay(true)?;
     accepted.set_nodelay(true)?;
     Ok((dialled, accepted))
-}
-
-fn no(what: &'static str) -> impl Fn(std::io::Error) -> Failure {
-    move |error| Failure::new(format!("this machine lends no {what}: {error}"))
 }

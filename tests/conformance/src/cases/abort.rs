@@ -71,13 +71,13 @@ fn aborted(
     lab.p.deaf = false;
     // The rest of the prompt changes nothing: the attempt is over.
     lab.finish(1)?;
-    if lab.proofs.source_needs_peer {
-        lab.link.flow(Flow::Open);
-    }
     lab.until("quiet on both sides", |lab| lab.d.requests[&id].back.is_some() && lab.p.requests[&id].quiet)?;
     let d = &lab.d.requests[&id];
     ensure!(d.back == Some(Basis::Quiet), "the pages came back by {:?}", d.back);
     ensure!(d.committed.is_none(), "an aborted attempt was published");
+    // What is still on its way reaches no page.
+    lab.link.flow(Flow::Open);
+    lab.pass(Duration::from_millis(100))?;
     lab.assert_over()
 }
 

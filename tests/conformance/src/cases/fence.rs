@@ -28,7 +28,7 @@ pub fn after_quiet_no_byte_changes_for_two_seconds(backend: &dyn Backend) -> Res
     lab.to_p.held = true;
     lab.cancel_d(1, user())?;
     lab.until("D's quiet", |lab| lab.d.requests[&id].back.is_some())?;
-    let (begun, before, mut computed) = (Instant::now(), lab.p.settled(), 8);
+    let (begun, before, mut computed) = (Instant::now(), lab.p.posted(), 8);
     while begun.elapsed() < WATCHED {
         lab.link.flow(Flow::Bytes(MIB / 4));
         lab.pass(Duration::from_millis(15))?;
@@ -38,7 +38,7 @@ pub fn after_quiet_no_byte_changes_for_two_seconds(backend: &dyn Backend) -> Res
         }
         lab.d.pages.check()?;
     }
-    ensure!(lab.p.settled() > before, "the peer did not go on sending: the case shows nothing");
+    ensure!(lab.p.posted() > before, "the peer did not go on sending: the case shows nothing");
     lab.to_p.held = false;
     lab.assert_over()
 }

@@ -34,6 +34,8 @@ pub fn a_peer_that_stops_reading(backend: &dyn Backend) -> Result<(), Failure> {
     let taken = lab.p.settled() * MIB;
     let most = lab.proofs.in_flight_bytes_max as u64;
     ensure!(taken <= most, "H5: {taken} bytes settled although the peer reads nothing and the way holds {most}");
+    // What D says would be a proof where P needs one; the way to P is closed too until P has been looked at.
+    lab.to_p.held = true;
     let begun = Instant::now();
     lab.cancel_p(1, user())?;
     ensure!(begun.elapsed() < CALL_LIMIT, "a stop waited {:?} for a peer that reads nothing", begun.elapsed());
@@ -41,9 +43,10 @@ pub fn a_peer_that_stops_reading(backend: &dyn Backend) -> Result<(), Failure> {
     if lab.proofs.source_needs_peer {
         lab.pass(Duration::from_millis(200))?;
         ensure!(!lab.p.requests[&id].quiet, "H5: P's pages were freed although the peer may still read them");
-        lab.link.flow(Flow::Open);
     }
+    lab.to_p.held = !lab.proofs.source_needs_peer;
     lab.until("P's quiet", |lab| lab.p.requests[&id].quiet)?;
+    lab.to_p.held = false;
     // The peer reads again: the path still carries whole pieces.
     lab.link.flow(Flow::Open);
     lab.transfer(2, 2, &Prompt::new(2, 4 * 16), 0)?;

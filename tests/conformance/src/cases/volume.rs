@@ -81,9 +81,10 @@ fn available_mib() -> usize {
     kib.unwrap_or(4 << 20) / 1024
 }
 
+/// Private memory: pools that are shared count with each of their mappings, and are bounded by themselves.
 fn resident_bytes() -> Result<u64, Failure> {
     let text = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:"));
     let kib: Option<u64> = line.and_then(|rest| rest.trim().trim_end_matches("kB").trim().parse().ok());
-    kib.map(|kib| kib * 1024).ok_or_else(|| Failure::new("/proc/self/status says nothing of VmRSS"))
+    kib.map(|kib| kib * 1024).ok_or_else(|| Failure::new("/proc/self/status says nothing of RssAnon"))
 }

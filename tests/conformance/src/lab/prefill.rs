@@ -180,6 +180,10 @@ impl Prefill {
         self.posts.values().map(|(posted, settled)| posted - settled).sum()
     }
 
+    pub fn posted(&self) -> u64 {
+        self.posts.values().map(|(posted, _)| posted).sum()
+    }
+
     pub fn settled(&self) -> u64 {
         self.posts.values().map(|(_, settled)| settled).sum()
     }

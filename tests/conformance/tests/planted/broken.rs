@@ -47,6 +47,8 @@ pub enum Fault {
     IgnoresStop,
     /// P's end forgets to settle what was stopped.
     ForgetsSettlement,
+    /// P's end settles a stopped attempt without D's word.
+    SettlesAtStop,
     /// P's end writes into the source of a stopped attempt.
     ScribblesOnSource,
     /// P's end lets the caller wait while the peer is slow.
@@ -169,6 +171,10 @@ impl SourceFabric for BrokenSource {
         self.stopped.push(attempt);
         match self.fault {
             Fault::IgnoresStop => return,
+            Fault::SettlesAtStop => {
+                let pieces = std::mem::take(&mut self.outstanding);
+                self.said.push(SourceReport::Settled { attempt, pieces, how: Settlement::Dropped });
+            }
             Fault::ScribblesOnSource => {
                 if let Some((_, piece)) = self.posted.iter().rfind(|(of, _)| *of == attempt) {
                     probe::fill(&self.pools[piece.source_rank as usize], piece.source_offset, 8, |_| 0);
