@@ -7,12 +7,16 @@
 //! Safety argument:
 //! - *D's pages are quiet* when the reader task holds no borrow of the attempt's pages. The reader takes a borrow for
 //!   each non-blocking read into a page and gives it back right after; it takes none of a revoked attempt, and reads the
-//!   rest of such a frame into scratch memory. Neither Drained nor closing the stream is needed, or would be enough.
-//! - *P's source is quiet* when the kernel has copied the bytes (each write call is non-blocking and copies), or the
-//!   sender task gave the piece up or ended. After a stop the rest of a begun frame is filled with zeros, so that a peer
-//!   that reads slowly does not pin P's pages; D never publishes such an attempt, since its Done never comes: the source
-//!   machine stops no attempt whose Done is out.
+//!   rest of such a frame into scratch memory. One read call fills at most the rest of one piece, and behind it the next
+//!   frame's header in the reader's own memory: no byte reaches a page before its own frame's attempt was looked up.
+//!   Neither Drained nor closing the stream is needed, or would be enough.
+//! - *P's source is quiet* when the kernel has copied the bytes (each write call is non-blocking and copies what it takes
+//!   of all the frames that it is given), or the sender task gave the piece up or ended. After a stop, frames that have
+//!   not begun are dropped, and the rest of a begun one is filled with zeros, so that a peer that reads slowly does not
+//!   pin P's pages; D never publishes such an attempt, since its Done never comes: the source machine stops no attempt
+//!   whose Done is out.
 
+mod batch;
 mod frame;
 mod sink;
 mod source;

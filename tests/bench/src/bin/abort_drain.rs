@@ -10,6 +10,7 @@ use tandem_conformance::{
     Backend, Failure,
     lab::{Lab, limits, user},
     pattern::Prompt,
+    shm::Shm,
     tcp::Tcp,
 };
 use tandem_handoff::{ids::RequestId, layout::PoolShape};
@@ -21,7 +22,8 @@ const SHAPE: PoolShape =
 
 fn main() -> Result<(), Failure> {
     let aborts = std::env::args().nth(1).map_or(1000, |text| text.parse().expect("a number of aborts"));
-    measure(&Tcp::direct(), aborts)
+    measure(&Tcp::direct(), aborts)?;
+    measure(&Shm::direct(), aborts)
 }
 
 fn measure(backend: &dyn Backend, aborts: u64) -> Result<(), Failure> {

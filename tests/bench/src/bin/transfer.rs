@@ -21,6 +21,7 @@ use tandem_conformance::{
     Backend, Failure,
     backend::{Ends, Waker},
     pattern::Prompt,
+    shm::Shm,
     tcp::Tcp,
 };
 use tandem_fabric::{SinkReport, memory::PoolMemory};
@@ -42,17 +43,19 @@ fn main() -> Result<(), Failure> {
 fn compare(bytes: usize, block: usize) -> Result<(), Failure> {
     let mut raw = Raw::new(bytes, block).map_err(|error| Failure::new(format!("no raw sockets: {error}")))?;
     let mut tcp = Ours::new(&Tcp::direct(), bytes, block)?;
-    let mut best = [0.0f64; 4];
+    let mut shm = Ours::new(&Shm::direct(), bytes, block)?;
+    let mut best = [0.0f64; 5];
     for _ in 0..ROUNDS {
-        let times = [raw.copy(true), raw.copy(false), raw.memcpy(), tcp.copy()?];
+        let times = [raw.copy(true), raw.copy(false), raw.memcpy(), tcp.copy()?, shm.copy()?];
         for (best, time) in best.iter_mut().zip(times) {
             *best = best.max(bytes as f64 / time.as_secs_f64());
         }
     }
     tcp.compare()?;
-    let [copied, discarded, memcpy, tcp] = best;
+    shm.compare()?;
+    let [copied, discarded, memcpy, tcp, shm] = best;
     println!(
-        "{{\"block\":{block},\"raw\":{copied:.0},\"raw_discard\":{discarded:.0},\"memcpy\":{memcpy:.0},\"tcp\":{tcp:.0}}}"
+        "{{\"block\":{block},\"raw\":{copied:.0},\"raw_discard\":{discarded:.0},\"memcpy\":{memcpy:.0},\"tcp\":{tcp:.0},\"shm\":{shm:.0}}}"
     );
     Ok(())
 }

@@ -2,7 +2,7 @@
 
 use std::{
     collections::HashMap,
-    io,
+    io::{self, IoSliceMut},
     sync::{
         Arc, Mutex,
         atomic::{AtomicU64, Ordering},
@@ -86,8 +86,9 @@ impl SinkFabric for TcpSink {
     }
 }
 
-async fn run_reader(shared: Arc<Shared>, channel: Channel, rank: u32, mut stream: TcpStream) {
-    let Err(why) = read_frames(&shared, channel, rank, &mut stream).await;
+async fn run_reader(shared: Arc<Shared>, channel: Channel, rank: u32, stream: TcpStream) {
+    let mut frames = Frames { stream, header: [0; HEADER_BYTES], read: 0 };
+    let Err(why) = read_frames(&shared, channel, rank, &mut frames).await;
     shared.landing.broke(channel, format!("a data stream broke: {why}"));
 }
 
@@ -95,65 +96,89 @@ async fn read_frames(
     shared: &Shared,
     channel: Channel,
     rank: u32,
-    stream: &mut TcpStream,
+    frames: &mut Frames,
 ) -> Result<std::convert::Infallible, String> {
     let landing = &shared.landing;
     let piece_bytes_max = landing.shape().page_bytes() as u64;
     loop {
-        let mut header = [0; HEADER_BYTES];
-        stream.read_exact(&mut header).await.map_err(|error| error.to_string())?;
+        let header = frames.header().await.map_err(|error| error.to_string())?;
         let header = Header::decode(&header).ok_or("the peer sent bytes that begin no frame")?;
         if header.attempt.channel() != channel || header.bytes > piece_bytes_max {
             return Err("the peer sent a frame that is not of this channel".to_owned());
         }
         let Some(expected) = landing.find(header.attempt) else {
-            discard(stream, header.bytes).await.map_err(|error| error.to_string())?;
+            frames.discard(header.bytes).await.map_err(|error| error.to_string())?;
             continue;
         };
         let place = landing.place(&expected, header.piece, header.bytes)?;
         if place.rank != rank {
             return Err(format!("piece {} of rank {} on the stream of rank {rank}", header.piece, place.rank));
         }
-        let copied = copy(landing, &expected, place, stream);
-        match copied.await.map_err(|error| error.to_string())? {
+        match frames.copy(landing, &expected, place).await.map_err(|error| error.to_string())? {
             0 => landing.land(&expected, header.piece),
-            rest => discard(stream, rest as u64).await.map_err(|error| error.to_string())?,
+            rest => frames.discard(rest as u64).await.map_err(|error| error.to_string())?,
         }
         shared.bytes_received.fetch_add(header.bytes, Ordering::Relaxed);
     }
 }
 
-/// Reads a piece into its page. Returns how many bytes are left in the stream: not 0 when the attempt was revoked.
-async fn copy(landing: &Landing, expected: &Expected, place: Place, stream: &TcpStream) -> io::Result<usize> {
-    let mut filled = 0;
-    while filled < place.bytes {
-        stream.readable().await?;
-        let Some(borrow) = Borrow::take(landing, expected) else {
-            break;
-        };
-        // SAFETY: `place` lies in its pool (asserted where it was made). The borrow is held until after the read call, so
-        // the page is the attempt's alone (see `Borrow::target`); pieces of one attempt do not overlap, and each arrives
-        // on one stream, whose only reader this task is.
-        let target = unsafe { std::slice::from_raw_parts_mut(borrow.target(place, filled), place.bytes - filled) };
-        match stream.try_read(target) {
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(count) => filled += count,
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(place.bytes - filled)
+/// A data stream, with as much of the next header as came behind the last piece.
+struct Frames {
+    stream: TcpStream,
+    header: [u8; HEADER_BYTES],
+    read: usize,
 }
 
-/// Reads and forgets the rest of a frame that no live attempt owns.
-async fn discard(stream: &mut TcpStream, mut bytes: u64) -> io::Result<()> {
-    let mut scratch = vec![0; SCRATCH_BYTES];
-    while bytes > 0 {
-        let most = SCRATCH_BYTES.min(usize::try_from(bytes).unwrap_or(SCRATCH_BYTES));
-        match stream.read(&mut scratch[..most]).await? {
-            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-            count => bytes -= count as u64,
+impl Frames {
+    async fn header(&mut self) -> io::Result<[u8; HEADER_BYTES]> {
+        while self.read < HEADER_BYTES {
+            match self.stream.read(&mut self.header[self.read..]).await? {
+                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+                count => self.read += count,
+            }
         }
+        self.read = 0;
+        Ok(self.header)
     }
-    Ok(())
+
+    /// Reads a piece into its page. Returns how many of its bytes are left in the stream: not 0 when the attempt was
+    /// revoked.
+    async fn copy(&mut self, landing: &Landing, expected: &Expected, place: Place) -> io::Result<usize> {
+        let mut filled = 0;
+        while filled < place.bytes {
+            self.stream.readable().await?;
+            let Some(borrow) = Borrow::take(landing, expected) else {
+                break;
+            };
+            let left = place.bytes - filled;
+            // SAFETY: `place` lies in its pool (asserted where it was made). The borrow is held until after the read call,
+            // so the page is the attempt's alone (see `Borrow::target`); pieces of one attempt do not overlap, and each
+            // arrives on one stream, whose only reader this task is.
+            let target = unsafe { std::slice::from_raw_parts_mut(borrow.target(place, filled), left) };
+            let mut slices = [IoSliceMut::new(target), IoSliceMut::new(&mut self.header)];
+            match self.stream.try_read_vectored(&mut slices) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(count) => {
+                    filled += count.min(left);
+                    self.read = count.saturating_sub(left);
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(place.bytes - filled)
+    }
+
+    /// Reads and forgets the rest of a frame that no live attempt owns.
+    async fn discard(&mut self, mut bytes: u64) -> io::Result<()> {
+        let mut scratch = vec![0; SCRATCH_BYTES];
+        while bytes > 0 {
+            let most = SCRATCH_BYTES.min(usize::try_from(bytes).unwrap_or(SCRATCH_BYTES));
+            match self.stream.read(&mut scratch[..most]).await? {
+                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+                count => bytes -= count as u64,
+            }
+        }
+        Ok(())
+    }
 }

@@ -1,10 +1,11 @@
 //! P's side of the TCP backend: one sender task per data stream reads posted pieces out of the pools.
 //!
+//! A sender gathers the frames that wait into one write call, headers and pieces alternating; the kernel copies them.
 //! Queues are bounded by the scheduler: each piece of an attempt is posted once, and attempts hold pages of P's pool.
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
-    io::{self, IoSlice},
+    io,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -17,18 +18,15 @@ use tandem_handoff::{
 };
 use tokio::{net::TcpStream, runtime::Handle, sync::Notify, task::AbortHandle};
 
-use super::frame::{HEADER_BYTES, Header};
+use super::batch::Batch;
 use crate::{SourceFabric, SourceReport, Waker, memory::PoolMemory};
-
-/// What follows the header of a stopped frame.
-static ZEROS: [u8; 64 * 1024] = [0; 64 * 1024];
 
 /// A cheap handle: the engine posts through one, the bootstrap driver attaches streams through another.
 #[derive(Clone)]
 pub struct TcpSource(Arc<Shared>);
 
-struct Shared {
-    memories: Vec<Arc<PoolMemory>>,
+pub(super) struct Shared {
+    pub(super) memories: Vec<Arc<PoolMemory>>,
     runtime: Handle,
     waker: Waker,
     books: Mutex<Books>,
@@ -45,30 +43,25 @@ struct Books {
 /// The posts of one attempt, until all are settled and reported.
 #[derive(Default)]
 struct Posts {
-    stop: Arc<Stop>,
+    stopped: Arc<AtomicBool>,
     outstanding: u64,
     sent: u64,
     dropped: u64,
     unknown: u64,
 }
 
-#[derive(Default)]
-struct Stop {
-    stopped: AtomicBool,
-    notify: Notify,
-}
-
-struct Job {
-    attempt: Attempt,
-    piece: Piece,
-    stop: Arc<Stop>,
+pub(super) struct Job {
+    pub attempt: Attempt,
+    pub piece: Piece,
+    pub stopped: Arc<AtomicBool>,
 }
 
 /// The pieces for one decode rank. It exists from the first post or the attaching of its stream, whichever is first.
 #[derive(Default)]
 struct Lane {
     queue: Mutex<VecDeque<Job>>,
-    ready: Notify,
+    /// The queue has grown, or an attempt was stopped.
+    changed: Notify,
     task: Mutex<Option<AbortHandle>>,
 }
 
@@ -98,30 +91,34 @@ impl TcpSource {
 
 impl SourceFabric for TcpSource {
     fn post(&mut self, attempt: Attempt, pieces: Vec<Piece>) {
-        let stop = {
+        let stopped = {
             let mut books = lock(&self.0.books);
             let posts = books.attempts.entry(attempt).or_default();
             posts.outstanding += pieces.len() as u64;
-            Arc::clone(&posts.stop)
+            Arc::clone(&posts.stopped)
         };
+        let mut by_rank: BTreeMap<u32, Vec<Job>> = BTreeMap::new();
         for piece in pieces {
-            let lane = self.0.lane(attempt.channel(), piece.target_rank);
-            lock(&lane.queue).push_back(Job { attempt, piece, stop: Arc::clone(&stop) });
-            lane.ready.notify_one();
+            let job = Job { attempt, piece, stopped: Arc::clone(&stopped) };
+            by_rank.entry(piece.target_rank).or_default().push(job);
+        }
+        for (rank, jobs) in by_rank {
+            let lane = self.0.lane(attempt.channel(), rank);
+            lock(&lane.queue).extend(jobs);
+            lane.changed.notify_one();
         }
     }
 
     fn stop(&mut self, attempt: Attempt) {
-        let (stop, lanes) = {
+        let lanes = {
             let books = lock(&self.0.books);
             let Some(posts) = books.attempts.get(&attempt) else {
                 return;
             };
+            posts.stopped.store(true, Ordering::SeqCst);
             let lanes = books.lanes.iter().filter(|((channel, _), _)| *channel == attempt.channel());
-            (Arc::clone(&posts.stop), lanes.map(|(_, lane)| Arc::clone(lane)).collect::<Vec<_>>())
+            lanes.map(|(_, lane)| Arc::clone(lane)).collect::<Vec<_>>()
         };
-        stop.stopped.store(true, Ordering::SeqCst);
-        stop.notify.notify_waiters();
         for lane in lanes {
             let mut queue = lock(&lane.queue);
             let before = queue.len();
@@ -129,6 +126,8 @@ impl SourceFabric for TcpSource {
             let dropped = before - queue.len();
             drop(queue);
             self.0.settle(attempt, dropped as u64, Settlement::Dropped);
+            // What the sender has taken already it gives up itself.
+            lane.changed.notify_one();
         }
     }
 
@@ -178,7 +177,7 @@ impl Shared {
     }
 
     /// Counts settled pieces; wakes the engine when nothing of the attempt is outstanding.
-    fn settle(&self, attempt: Attempt, pieces: u64, how: Settlement) {
+    pub(super) fn settle(&self, attempt: Attempt, pieces: u64, how: Settlement) {
         if pieces == 0 {
             return;
         }
@@ -199,6 +198,10 @@ impl Shared {
         }
     }
 
+    pub(super) fn sent(&self, bytes: usize) {
+        self.bytes_sent.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
     fn drop_queue(&self, lane: &Lane) {
         let jobs = std::mem::take(&mut *lock(&lane.queue));
         for job in jobs {
@@ -207,34 +210,29 @@ impl Shared {
     }
 }
 
-/// Settles the piece that a sender task works on when the task is done with it, or is itself dropped: after that nobody
-/// reads the source (H5).
-struct InFlight<'a> {
-    shared: &'a Shared,
-    attempt: Attempt,
-    how: Settlement,
-}
-
-impl Drop for InFlight<'_> {
-    fn drop(&mut self) {
-        self.shared.settle(self.attempt, 1, self.how);
-    }
-}
-
 async fn run_lane(shared: Arc<Shared>, channel: Channel, lane: Arc<Lane>, stream: TcpStream) {
+    let mut batch = Batch::new(&shared);
     let why = loop {
-        let ready = lane.ready.notified();
-        let job = lock(&lane.queue).pop_front();
-        let Some(job) = job else {
+        batch.refill(&mut lock(&lane.queue));
+        if batch.is_empty() {
             tokio::select! {
-                () = ready => continue,
+                () = lane.changed.notified() => continue,
                 why = peer_closed(&stream) => break why,
             }
-        };
-        if let Err(error) = send(&shared, &stream, job).await {
-            break error.to_string();
+        }
+        tokio::select! {
+            // A stop must not wait for a peer that reads nothing.
+            () = lane.changed.notified() => continue,
+            ready = stream.writable() => if let Err(error) = ready {
+                break error.to_string();
+            },
+        }
+        match batch.write(&stream) {
+            Err(error) if error.kind() != io::ErrorKind::WouldBlock => break error.to_string(),
+            _ => {}
         }
     };
+    drop(batch);
     // The stream stays open until the channel is closed, which the report below brings about; later posts queue up and
     // are dropped by that close.
     shared.drop_queue(&lane);
@@ -255,72 +253,4 @@ async fn peer_closed(stream: &TcpStream) -> String {
             Err(error) => return error.to_string(),
         }
     }
-}
-
-/// Writes one frame. A stop in the middle fills the rest with zeros, without the source.
-async fn send(shared: &Shared, stream: &TcpStream, job: Job) -> io::Result<()> {
-    let Job { attempt, piece, stop } = job;
-    let mut in_flight = Some(InFlight { shared, attempt, how: Settlement::Dropped });
-    let header = Header { attempt, piece: piece.index, bytes: piece.bytes as u64 }.encode();
-    let total = HEADER_BYTES + piece.bytes;
-    let mut written = 0;
-    while written < total {
-        let stopped = stop.notify.notified();
-        if stop.stopped.load(Ordering::SeqCst) && in_flight.is_some() {
-            if written == 0 {
-                return Ok(());
-            }
-            in_flight = None;
-        }
-        if in_flight.is_some() {
-            tokio::select! {
-                ready = stream.writable() => ready?,
-                () = stopped => continue,
-            }
-        } else {
-            stream.writable().await?;
-        }
-        let head = &header[written.min(HEADER_BYTES)..];
-        let sent = written.saturating_sub(HEADER_BYTES);
-        let body: &[u8] = match &in_flight {
-            Some(_) => source_bytes(&shared.memories, &piece, sent),
-            None => &ZEROS[..ZEROS.len().min(piece.bytes - sent)],
-        };
-        match stream.try_write_vectored(&[IoSlice::new(head), IoSlice::new(body)]) {
-            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-            Ok(count) => written += count,
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-            Err(error) => {
-                poison(&mut in_flight);
-                return Err(error);
-            }
-        }
-        if written < total {
-            poison(&mut in_flight);
-        }
-    }
-    if let Some(in_flight) = &mut in_flight {
-        in_flight.how = Settlement::Sent;
-    }
-    shared.bytes_sent.fetch_add(piece.bytes as u64, Ordering::Relaxed);
-    Ok(())
-}
-
-/// The frame was begun: if the task ends here, what D got is unknown.
-fn poison(in_flight: &mut Option<InFlight<'_>>) {
-    if let Some(in_flight) = in_flight {
-        in_flight.how = Settlement::Unknown;
-    }
-}
-
-/// The bytes of a piece from `from` on, for one write call.
-fn source_bytes<'a>(memories: &'a [Arc<PoolMemory>], piece: &Piece, from: usize) -> &'a [u8] {
-    let memory = &memories[piece.source_rank as usize];
-    let start = piece.source_offset + from;
-    let bytes = piece.bytes - from;
-    assert!(start + bytes <= memory.len(), "the piece lies in its pool");
-    // SAFETY: the range lies in the mapping (asserted), which lives as long as `memories`. Nobody writes to it while the
-    // slice is in use: the device finished these pages before they were posted, and H5 keeps them unchanged and unfreed
-    // until this piece is settled, which happens after the last use of a slice, when `InFlight` drops.
-    unsafe { std::slice::from_raw_parts(memory.as_ptr().add(start), bytes) }
 }
