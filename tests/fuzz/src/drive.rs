@@ -3,9 +3,12 @@
 use std::{
     cell::Cell,
     collections::HashSet,
+    fs::{self, File},
     hash::{DefaultHasher, Hash, Hasher},
+    io,
+    os::unix::fs::FileExt,
     panic::{AssertUnwindSafe, catch_unwind},
-    path::{Path, PathBuf},
+    path::PathBuf,
     sync::{Mutex, Once, PoisonError},
     time::{Duration, Instant},
 };
@@ -50,12 +53,43 @@ impl Finding {
     /// Writes the input where the finder can take it from.
     ///
     /// # Errors
-    /// When the folder cannot be written.
-    pub fn save(&self, folder: &Path) -> std::io::Result<PathBuf> {
-        std::fs::create_dir_all(folder)?;
-        let path = folder.join(format!("{:016x}", hash(&self.input)));
-        std::fs::write(&path, &self.input)?;
+    /// When the file cannot be written.
+    pub fn save(&self, target: &dyn Target) -> io::Result<PathBuf> {
+        let path = folder()?.join(format!("{}-{:016x}", target.name(), hash(&self.input)));
+        fs::write(&path, &self.input)?;
         Ok(path)
+    }
+}
+
+fn folder() -> io::Result<PathBuf> {
+    let folder = std::env::temp_dir().join("tandem-fuzz");
+    fs::create_dir_all(&folder)?;
+    Ok(folder)
+}
+
+/// The input that runs now, in a file: what ends the whole process (an allocation that the system refuses, an overflow of
+/// the stack) can still be told by it.
+struct Running {
+    path: PathBuf,
+    file: File,
+}
+
+impl Running {
+    fn new(target: &dyn Target) -> io::Result<Self> {
+        let path = folder()?.join(format!("{}-running-{}", target.name(), std::process::id()));
+        Ok(Self { file: File::create(&path)?, path })
+    }
+
+    fn note(&self, input: &[u8]) {
+        let written = self.file.set_len(input.len() as u64).and_then(|()| self.file.write_all_at(input, 0));
+        written.expect("the temporary folder takes an input");
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // A file that stays says no more than that this folder is not emptied.
+        let _ = fs::remove_file(&self.path);
     }
 }
 
@@ -63,6 +97,9 @@ impl Finding {
 ///
 /// # Errors
 /// The first finding.
+///
+/// # Panics
+/// When the temporary folder cannot be written.
 pub fn fuzz(target: &dyn Target, seed: u64, until: Until) -> Result<Report, Finding> {
     // The allocator counts for the whole process.
     static ALONE: Mutex<()> = Mutex::new(());
@@ -71,8 +108,10 @@ pub fn fuzz(target: &dyn Target, seed: u64, until: Until) -> Result<Report, Find
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let mut kept = target.seeds();
     kept.extend(corpus::saved(target.name()).into_iter().map(|saved| saved.bytes));
+    let running = Running::new(target).expect("the temporary folder takes a file");
     let mut ends = HashSet::new();
     for input in &kept {
+        running.note(input);
         ends.insert(tried(target, input)?);
     }
     let mut inputs = kept.len() as u64;
@@ -88,6 +127,7 @@ pub fn fuzz(target: &dyn Target, seed: u64, until: Until) -> Result<Report, Find
         let mut input = kept[rng.random_range(0..kept.len())].clone();
         mutate(&mut rng, &mut input, &kept, target.words(), target.input_bytes_max());
         inputs += 1;
+        running.note(&input);
         if ends.insert(tried(target, &input)?) {
             match kept.len() < KEPT_MAX {
                 true => kept.push(input),

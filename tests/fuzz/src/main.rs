@@ -44,7 +44,7 @@ fn main() -> ExitCode {
         }
         Err(finding) => {
             println!("{}", finding.what);
-            match finding.save(&std::env::temp_dir().join("tandem-fuzz").join(target.name())) {
+            match finding.save(&**target) {
                 Ok(path) => println!("input: {0}\nreplay: just fuzz {1} --replay {0}", path.display(), target.name()),
                 Err(error) => println!("the input cannot be saved ({error}): {:?}", finding.input),
             }

@@ -20,7 +20,7 @@ fn keeps_its_promises(name: &str, mutants: u64) {
     match fuzz(&**target, SEED, Until::Mutants(mutants)) {
         Ok(report) => println!("{name}: {report:?}"),
         Err(finding) => {
-            let at = finding.save(&std::env::temp_dir().join("tandem-fuzz").join(name));
+            let at = finding.save(&**target);
             panic!("{name}: {}\ninput: {at:?}", finding.what);
         }
     }
@@ -61,10 +61,10 @@ fn finding(target: &dyn Target, mutants: u64) -> Finding {
     fuzz(target, SEED, Until::Mutants(mutants)).expect_err("the planted fault is found")
 }
 
-/// As a decoder that reserves room for as many entries as the bytes claim.
+/// As a decoder that reserves room for as many entries as the bytes claim, up to 16 million.
 fn trusting(bytes: &[u8]) {
     if let Some(last) = bytes.last_chunk() {
-        let claimed: Vec<u64> = Vec::with_capacity(u32::from_le_bytes(*last) as usize);
+        let claimed: Vec<u64> = Vec::with_capacity((u32::from_le_bytes(*last) as usize).min(16 << 20));
         assert!(black_box(claimed).is_empty());
     }
 }
@@ -136,13 +136,13 @@ fn a_loader_that_trusts_a_count_is_found() {
         // Tensors of a GGUF file stand at byte 8, the header's bytes of a safetensors file at 0.
         let at = if path.ends_with(".gguf") { 8 } else { 0 };
         if let Some(count) = bytes.get(at..).and_then(|bytes| bytes.first_chunk()) {
-            let room: Vec<u8> = Vec::with_capacity(u64::from_le_bytes(*count) as usize);
+            let room: Vec<u8> = Vec::with_capacity((u64::from_le_bytes(*count) as usize).min(1 << 30));
             assert!(black_box(room).is_empty());
         }
         tandem_model::load(path, &LoadOptions::default())
     }
     for models in [Models::gguf(), Models::safetensors()] {
         let found = finding(&models.with(load), 1_000);
-        assert!(found.what.contains("bytes of memory") || found.what.contains("capacity overflow"), "{}", found.what);
+        assert!(found.what.contains("bytes of memory"), "{}", found.what);
     }
 }
