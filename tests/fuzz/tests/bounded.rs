@@ -7,7 +7,9 @@ use tandem_fabric::tcp::frame::Header;
 use tandem_fuzz::{
     Target,
     drive::{Finding, Until, fuzz},
-    targets::{all, frames::Frames, greetings::Greetings, models::Models, streams::Streams, tickets::Tickets},
+    targets::{
+        all, frames::Frames, greetings::Greetings, handoff::Handoff, models::Models, streams::Streams, tickets::Tickets,
+    },
 };
 use tandem_handoff::wire::{Frame, WireError, hello::Greeting};
 use tandem_model::{LoadOptions, Model, ModelError};
@@ -28,32 +30,37 @@ fn keeps_its_promises(name: &str, mutants: u64) {
 
 #[test]
 fn control_frames() {
-    keeps_its_promises("frames", 100_000);
+    keeps_its_promises("frames", 200_000);
 }
 
 #[test]
 fn greetings() {
-    keeps_its_promises("greetings", 100_000);
+    keeps_its_promises("greetings", 200_000);
 }
 
 #[test]
 fn tickets() {
-    keeps_its_promises("tickets", 20_000);
+    keeps_its_promises("tickets", 50_000);
 }
 
 #[test]
 fn data_streams() {
-    keeps_its_promises("streams", 2_000);
+    keeps_its_promises("streams", 6_000);
 }
 
 #[test]
 fn gguf_files() {
-    keeps_its_promises("gguf", 1_000);
+    keeps_its_promises("gguf", 3_000);
 }
 
 #[test]
 fn safetensors_files() {
-    keeps_its_promises("safetensors", 1_000);
+    keeps_its_promises("safetensors", 3_000);
+}
+
+#[test]
+fn orders_of_the_handoff() {
+    keeps_its_promises("handoff", 20_000);
 }
 
 /// What the target finds in a faulty implementation.
@@ -145,4 +152,10 @@ fn a_loader_that_trusts_a_count_is_found() {
         let found = finding(&models.with(load), 1_000);
         assert!(found.what.contains("bytes of memory"), "{}", found.what);
     }
+}
+
+#[test]
+fn a_fabric_that_settles_a_piece_twice_is_found() {
+    let found = finding(&Handoff { settles_twice: true }, 10_000);
+    assert!(found.what.contains("while a write"), "{}", found.what);
 }

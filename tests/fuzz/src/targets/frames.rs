@@ -41,6 +41,7 @@ impl Target for Frames {
             prompt_hash: prompt_hash(&[1, 2, 3, 4, 5, 6]),
             held_tokens: 0,
             held_hash: prompt_hash(&[]),
+            checksums: true,
             pages: vec![7, 3],
         };
         let done = Done {
@@ -48,6 +49,7 @@ impl Target for Frames {
             first: FirstToken { token: 7, logprob: Some(logprob), cached_tokens: 0 },
             account: vec![Sent { rank: 0, rail: 0, pieces: 2, bytes: 128 }],
             phases: Phases { rendezvous_us: 9, prefill_us: 10 },
+            checksums: vec![1, 2, 3, 4],
         };
         let frames = [
             Frame::Reserve(reserve),

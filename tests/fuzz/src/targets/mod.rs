@@ -3,7 +3,7 @@
 
 pub mod frames;
 pub mod greetings;
-// pub mod handoff;
+pub mod handoff;
 pub mod models;
 pub mod streams;
 pub mod tickets;
@@ -19,6 +19,6 @@ pub fn all() -> Vec<Box<dyn Target>> {
         Box::new(streams::Streams::real()),
         Box::new(models::Models::gguf()),
         Box::new(models::Models::safetensors()),
-        // Box::new(handoff::Handoff::real()),
+        Box::new(handoff::Handoff::real()),
     ]
 }

@@ -348,7 +348,7 @@ impl World {
         if let Some(shown) = self.shown.get_mut(&attempt) {
             shown.verified = good;
         }
-        let outcome = if good { Ok(()) } else { Err(Corrupt { page: 0, head: 0, rank: 0 }) };
+        let outcome = if good { Ok(()) } else { Err(Corrupt { prompt_page: 0, page: 0, head: 0, rank: 0 }) };
         self.sink.verified(self.now, attempt, outcome);
     }
 
