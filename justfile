@@ -27,3 +27,7 @@ lint:
 # Licences, advisories, sources and duplicates of the dependencies (needs cargo-deny)
 deny:
     cargo deny check
+
+# A long run of a fuzz target: just fuzz handoff 600 (frames, greetings, tickets, streams, gguf, safetensors, handoff)
+fuzz target *arguments:
+    cargo run --release --locked --bin tandem-fuzz -- {{target}} {{arguments}}

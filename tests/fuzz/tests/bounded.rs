@@ -50,12 +50,12 @@ fn data_streams() {
 
 #[test]
 fn gguf_files() {
-    keeps_its_promises("gguf", 3_000);
+    keeps_its_promises("gguf", 1_500);
 }
 
 #[test]
 fn safetensors_files() {
-    keeps_its_promises("safetensors", 3_000);
+    keeps_its_promises("safetensors", 1_500);
 }
 
 #[test]

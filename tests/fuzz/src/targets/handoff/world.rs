@@ -435,7 +435,11 @@ impl World {
                 known.held = held_tokens as usize;
             }
             SourceFact::Delivered { .. } => {
-                assert!(known.reserved && !known.ended && !writing, "H7: {request:?} is delivered");
+                assert!(
+                    known.reserved && !known.ended,
+                    "H7: {request:?} is delivered before its Reserve or after its end"
+                );
+                assert!(!writing, "{request:?} is delivered while a write is under way");
                 known.ended = true;
             }
             SourceFact::Failed { .. } => {
@@ -444,7 +448,7 @@ impl World {
             }
             SourceFact::Quiet { .. } => {
                 assert!(known.ended && !known.quiet, "{request:?} is quiet before its end or twice");
-                assert!(!writing, "H5: {request:?} is quiet while a write names its pages");
+                assert!(!writing, "H5: {request:?} is quiet while a write is under way");
                 known.quiet = true;
             }
         }
