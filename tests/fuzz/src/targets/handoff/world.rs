@@ -100,7 +100,6 @@ fn limits() -> Limits {
         drain_timeout_ms: 50,
         held_reserves_max: 2,
         tombstones_max: 2,
-        channels_max: 2,
         ..Limits::default()
     }
 }
@@ -253,7 +252,7 @@ impl World {
 
     /// What no ordered channel does, and a broken one may.
     fn mistreat(&mut self, step: Step, choices: &mut Choices<'_>) {
-        let to_p = choices.byte() % 2 == 0;
+        let to_p = choices.byte().is_multiple_of(2);
         let queue = if to_p { &mut self.to_p } else { &mut self.to_d };
         let Some(at) = choices.index(queue.len()) else { return };
         match step {
@@ -265,10 +264,10 @@ impl World {
 
     /// A frame that nobody sent, over the present channel or over one that has no end.
     fn forge(&mut self, choices: &mut Choices<'_>) {
-        let to_p = choices.byte() % 2 == 0;
+        let to_p = choices.byte().is_multiple_of(2);
         let stale = Channel { prefill: Incarnation(1), decode: Incarnation(2), session: SessionId(0) };
-        let channel = if choices.byte() % 4 == 0 { stale } else { self.channel.unwrap_or(stale) };
-        let named = if choices.byte() % 4 == 0 { stale } else { channel };
+        let channel = if choices.byte().is_multiple_of(4) { stale } else { self.channel.unwrap_or(stale) };
+        let named = if choices.byte().is_multiple_of(4) { stale } else { channel };
         let attempt = named.attempt(u64::from(choices.byte() % 16));
         let room = ticket(u64::from(choices.byte()) % ROOMS).room;
         let small = choices.byte();
@@ -281,7 +280,7 @@ impl World {
                 prompt_hash: prompt_hash(prompt),
                 held_tokens: u32::from(small / 16),
                 held_hash: prompt_hash(&prompt[..usize::from(small / 16).min(prompt.len())]),
-                checksums: small % 2 == 0,
+                checksums: small.is_multiple_of(2),
                 pages: (0..u32::from(small % 8)).collect(),
             }),
             1 => Frame::Done(Done {
@@ -309,7 +308,7 @@ impl World {
         }
         let how = match step {
             Step::Land => Settlement::Sent,
-            _ if choices.byte() % 2 == 0 => Settlement::Dropped,
+            _ if choices.byte().is_multiple_of(2) => Settlement::Dropped,
             _ => Settlement::Unknown,
         };
         let Posted { attempt, piece, .. } = self.posted.remove(at);
