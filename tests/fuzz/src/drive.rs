@@ -37,7 +37,7 @@ pub enum Until {
 #[derive(Debug)]
 pub struct Report {
     pub inputs: u64,
-    /// Ends that differ from each other.
+    /// Things that they came to and that differ from each other.
     pub ends: usize,
 }
 
@@ -112,7 +112,7 @@ pub fn fuzz(target: &dyn Target, seed: u64, until: Until) -> Result<Report, Find
     let mut ends = HashSet::new();
     for input in &kept {
         running.note(input);
-        ends.insert(tried(target, input)?);
+        ends.extend(tried(target, input)?);
     }
     let mut inputs = kept.len() as u64;
     let mutants_before = inputs;
@@ -128,7 +128,9 @@ pub fn fuzz(target: &dyn Target, seed: u64, until: Until) -> Result<Report, Find
         mutate(&mut rng, &mut input, &kept, target.words(), target.input_bytes_max());
         inputs += 1;
         running.note(&input);
-        if ends.insert(tried(target, &input)?) {
+        let ends_before = ends.len();
+        ends.extend(tried(target, &input)?);
+        if ends.len() > ends_before {
             match kept.len() < KEPT_MAX {
                 true => kept.push(input),
                 false => kept[rng.random_range(0..KEPT_MAX)] = input,
@@ -138,18 +140,18 @@ pub fn fuzz(target: &dyn Target, seed: u64, until: Until) -> Result<Report, Find
 }
 
 /// One run; a finding comes back small.
-fn tried(target: &dyn Target, input: &[u8]) -> Result<u64, Finding> {
+fn tried(target: &dyn Target, input: &[u8]) -> Result<Vec<u64>, Finding> {
     checked(target, input).map_err(|what| {
         let input = shrunk(target, input.to_vec());
         Finding { what, input }
     })
 }
 
-/// One run: a hash of what it came to, or what is wrong.
+/// One run: a hash of each thing that it came to, or what is wrong.
 ///
 /// # Errors
 /// The broken promise.
-pub fn checked(target: &dyn Target, input: &[u8]) -> Result<u64, String> {
+pub fn checked(target: &dyn Target, input: &[u8]) -> Result<Vec<u64>, String> {
     let start = Instant::now();
     MEMORY.reset_peak_usage();
     let before = MEMORY.current_usage();
@@ -167,7 +169,8 @@ pub fn checked(target: &dyn Target, input: &[u8]) -> Result<u64, String> {
     if start.elapsed() > RUN_TIME_MAX {
         return Err(format!("it takes {} ms", start.elapsed().as_millis()));
     }
-    Ok(hash(&end.bytes().filter(|byte| !byte.is_ascii_digit()).collect::<Vec<_>>()))
+    let letters = |part: &str| part.bytes().filter(|byte| !byte.is_ascii_digit()).collect::<Vec<_>>();
+    Ok(end.split(';').map(|part| hash(&letters(part))).collect())
 }
 
 /// Cuts pieces out, larger ones first, as long as what is left still fails.

@@ -1,10 +1,10 @@
 //! Fuzz targets for everything that reads bytes of strangers, and for any order of calls of the handoff's two machines.
 //!
 //! A [`Target`] is a plain function of bytes that panics when a promise is broken, so that any fuzzer can drive it. Ours
-//! ([`drive`]) mutates the targets' own seeds and the inputs of `corpus/`, and keeps an input that came to an end unlike
-//! all before: feedback without instrumentation, so that it runs on a stable compiler, and the same seed twice does the
-//! same twice. A panic, memory out of proportion to the input, and an input that takes seconds are findings; a finding is
-//! made small and saved, and belongs into `corpus/` once it is fixed.
+//! ([`drive`]) mutates the targets' own seeds and the inputs of `corpus/`, and keeps an input that came to something new:
+//! feedback without instrumentation, so that it runs on a stable compiler, and the same seed twice does the same twice. A
+//! panic, memory out of proportion to the input, and an input that takes seconds are findings; a finding is made small
+//! and saved, and belongs into `corpus/` once it is fixed.
 
 pub mod corpus;
 pub mod drive;
@@ -36,7 +36,7 @@ pub trait Target {
     /// Memory that one run may take for an input of so many bytes.
     fn memory_bytes_max(&self, input_bytes: usize) -> usize;
 
-    /// Runs one input, and says what it came to; digits in it do not matter.
+    /// Runs one input, and says what it came to: one thing, or several apart by semicolons. Digits do not count.
     ///
     /// # Panics
     /// When a promise is broken.

@@ -39,7 +39,7 @@ fn main() -> ExitCode {
     println!("{} with --seed {seed} for {} s", target.name(), args.seconds);
     match fuzz(&**target, seed, Until::Time(Duration::from_secs(args.seconds))) {
         Ok(report) => {
-            println!("{} inputs, {} different ends, no finding", report.inputs, report.ends);
+            println!("{} inputs came to {} different things, no finding", report.inputs, report.ends);
             ExitCode::SUCCESS
         }
         Err(finding) => {

@@ -71,5 +71,6 @@ fn met(peer: &Identity) -> String {
         let mapping = Mapping::new(&own().shape, &peer.shape);
         assert!(!mapping.routes().is_empty(), "a mapping moves something");
     }
-    format!("identity that differs in {}", differences.join(", "))
+    let names = differences.iter().filter_map(|difference| difference.split(" (").next());
+    format!("identity;{}", names.collect::<Vec<_>>().join(";"))
 }

@@ -80,7 +80,7 @@ impl Target for Tickets {
     fn run(&self, input: &[u8]) -> String {
         let own = read(input);
         let spliced = [Endpoint::Chat, Endpoint::Completions, Endpoint::Generate].map(|at| self.spliced(at, input));
-        format!("{own} | {}", spliced.join(" | "))
+        format!("{own};{}", spliced.join(";"))
     }
 }
 
