@@ -5,25 +5,25 @@ use std::collections::{BTreeMap, BTreeSet};
 use tandem_handoff::{
     cause::{Cause, CauseKind, Side},
     checksum::Corrupt,
-    fence::{Basis, FenceProof, PublishedPages},
+    fence::PublishedPages,
     ids::{Attempt, Channel, Incarnation, RequestId, Room, SessionId, Time},
     layout::PoolShape,
     limits::Limits,
-    sink::{Sink, SinkEffect, SinkFact},
-    source::{Piece, Settlement, Source, SourceEffect, SourceFact},
+    sink::Sink,
+    source::{Piece, Settlement, Source},
     ticket::Ticket,
     wire::{Done, FirstToken, Frame, Phases, Reserve, Sent, prompt_hash},
 };
 
 use super::{Choices, Step};
 
+mod judge;
+
 const SHAPE_P: PoolShape =
     PoolShape { layers: 1, kv_heads: 2, head_dim: 2, page_size: 4, element_bytes: 2, tp: 1, pages: 32 };
 const SHAPE_D: PoolShape = PoolShape { tp: 2, pages: 12, ..SHAPE_P };
 const PROMPTS: [&[u32]; 3] = [&[1, 2, 3, 4, 5, 6], &[1, 2, 3], &[1, 2, 3, 4, 5, 6, 7, 9]];
 const ROOMS: u64 = 3;
-/// Frames under way in one direction; the oldest are lost beyond it.
-const FRAMES_MAX: usize = 64;
 
 /// What the ledger knows of a request at P.
 #[derive(Default)]
@@ -32,7 +32,6 @@ struct Prefill {
     pages: Vec<u32>,
     reserved: bool,
     wants_sums: bool,
-    held: usize,
     written: usize,
     ended: bool,
     quiet: bool,
@@ -46,13 +45,18 @@ struct Decode {
 }
 
 /// An attempt whose pages D's fabric was told to expect.
+#[derive(Default)]
 struct Shown {
-    request: RequestId,
+    request: Option<RequestId>,
     pieces: usize,
     landed: BTreeSet<u32>,
     done: bool,
     verified: bool,
     quiet: bool,
+    /// A stopped piece landed, filled up with zeros.
+    filled: bool,
+    /// The Done was not P's.
+    forged: bool,
 }
 
 /// A posted piece that has not settled.
@@ -76,6 +80,7 @@ pub struct World {
     to_d: Vec<(Channel, Frame)>,
     posted: Vec<Posted>,
     poisoned: BTreeSet<Attempt>,
+    stopped: BTreeSet<Attempt>,
     revoked: Vec<Attempt>,
     verifying: Vec<Attempt>,
     shown: BTreeMap<Attempt, Shown>,
@@ -124,6 +129,7 @@ impl World {
             to_d: Vec::new(),
             posted: Vec::new(),
             poisoned: BTreeSet::new(),
+            stopped: BTreeSet::new(),
             revoked: Vec::new(),
             verifying: Vec::new(),
             shown: BTreeMap::new(),
@@ -296,6 +302,11 @@ impl World {
             5 => Frame::Settled { attempt },
             _ => Frame::Ping { from: Incarnation(u64::from(small)), to: Incarnation(2) },
         };
+        if let Frame::Done(done) = &frame
+            && let Some(shown) = self.shown.get_mut(&done.attempt)
+        {
+            shown.forged = true;
+        }
         self.arrive(to_p, channel, frame);
     }
 
@@ -312,7 +323,12 @@ impl World {
             _ => Settlement::Unknown,
         };
         let Posted { attempt, piece, .. } = self.posted.remove(at);
-        if how == Settlement::Sent {
+        let filled = how == Settlement::Dropped && self.stopped.contains(&attempt);
+        if filled && let Some(shown) = self.shown.get_mut(&attempt) {
+            // As over tcp, where the peer waits for the rest of a begun frame.
+            shown.filled = true;
+        }
+        if filled || how == Settlement::Sent {
             self.land(attempt, piece.index);
         }
         if how == Settlement::Unknown {
@@ -378,186 +394,5 @@ impl World {
         for request in self.p.values_mut() {
             (request.ended, request.quiet) = (true, true);
         }
-    }
-
-    /// Does what the machines want, and judges it. `by` is the request whose call it was.
-    fn act(&mut self, by: Option<RequestId>) {
-        for effect in self.source.effects() {
-            match effect {
-                SourceEffect::Send { channel, frame } => self.sent_by_p(channel, frame),
-                SourceEffect::Post { attempt, pieces } => {
-                    let request = by.expect("only a call of the engine posts");
-                    self.post(attempt, request, pieces);
-                }
-                SourceEffect::Fact(fact) => self.p_fact(fact),
-                SourceEffect::Stop { .. } | SourceEffect::CloseChannel { .. } | SourceEffect::PeerSettled { .. } => {}
-            }
-        }
-        for effect in self.sink.effects() {
-            self.d_effect(effect);
-        }
-    }
-
-    fn post(&mut self, attempt: Attempt, request: RequestId, pieces: Vec<Piece>) {
-        let known = &self.p[&request];
-        assert!(known.reserved && !known.ended, "{request:?} posts before its Reserve or after its end");
-        for piece in pieces {
-            assert!(piece.source_offset + piece.bytes <= SHAPE_P.pool_bytes(), "{piece:?} is outside of P's pool");
-            assert!(piece.target_offset + piece.bytes <= SHAPE_D.pool_bytes(), "{piece:?} is outside of D's pool");
-            let again = |posted: &Posted| posted.attempt == attempt && posted.piece.index == piece.index;
-            assert!(!self.posted.iter().any(again), "{piece:?} is posted twice");
-            self.posted.push(Posted { attempt, request, piece });
-        }
-    }
-
-    fn sent_by_p(&mut self, channel: Channel, frame: Frame) {
-        assert_eq!(Frame::decode(&frame.encode()).as_ref(), Ok(&frame));
-        if let Frame::Drained { attempt } = &frame {
-            let writing = self.posted.iter().any(|posted| posted.attempt == *attempt);
-            assert!(!writing, "Drained of {attempt:?} while a write is under way");
-            assert!(!self.poisoned.contains(attempt), "Drained of {attempt:?} though a write's outcome is unknown");
-        }
-        push(&mut self.to_d, (channel, frame));
-    }
-
-    fn p_fact(&mut self, fact: SourceFact) {
-        let (SourceFact::Reserved { request, .. }
-        | SourceFact::Delivered { request, .. }
-        | SourceFact::Failed { request, .. }
-        | SourceFact::Quiet { request }) = fact;
-        let writing = self.posted.iter().any(|posted| posted.request == request);
-        let known = self.p.get_mut(&request).expect("a fact of a request that was made");
-        match fact {
-            SourceFact::Reserved { held_tokens, checksums, .. } => {
-                assert!(!known.reserved && !known.ended, "{request:?} is reserved twice or after its end");
-                (known.reserved, known.wants_sums) = (true, checksums);
-                known.held = held_tokens as usize;
-            }
-            SourceFact::Delivered { .. } => {
-                assert!(
-                    known.reserved && !known.ended,
-                    "H7: {request:?} is delivered before its Reserve or after its end"
-                );
-                assert!(!writing, "{request:?} is delivered while a write is under way");
-                known.ended = true;
-            }
-            SourceFact::Failed { .. } => {
-                assert!(!known.ended, "H7: {request:?} ends twice");
-                known.ended = true;
-            }
-            SourceFact::Quiet { .. } => {
-                assert!(known.ended && !known.quiet, "{request:?} is quiet before its end or twice");
-                assert!(!writing, "H5: {request:?} is quiet while a write is under way");
-                known.quiet = true;
-            }
-        }
-    }
-
-    fn d_effect(&mut self, effect: SinkEffect) {
-        match effect {
-            SinkEffect::Dial { .. } => self.dialling = true,
-            SinkEffect::Send { channel, frame } => {
-                assert_eq!(Frame::decode(&frame.encode()).as_ref(), Ok(&frame));
-                if let Frame::Reserve(reserve) = &frame {
-                    assert!(self.shown.contains_key(&reserve.attempt), "a Reserve before its Expect");
-                }
-                push(&mut self.to_p, (channel, frame));
-            }
-            SinkEffect::Expect { attempt, pages, mapping } => {
-                let mine = |decode: &Decode| !decode.ended && decode.pages == pages;
-                let request = self.d.iter().find(|(_, decode)| mine(decode)).map(|(&id, _)| id);
-                let request = request.expect("pages of a live request");
-                let pieces = mapping.pieces(pages.len());
-                let (landed, done, verified, quiet) = (BTreeSet::new(), false, false, false);
-                let known = self.shown.insert(attempt, Shown { request, pieces, landed, done, verified, quiet });
-                assert!(known.is_none(), "{attempt:?} is shown twice");
-            }
-            SinkEffect::Revoke { attempt } => {
-                // Asked again past the drain deadline.
-                if !self.revoked.contains(&attempt) && self.shown.get(&attempt).is_some_and(|shown| !shown.quiet) {
-                    self.revoked.push(attempt);
-                }
-            }
-            SinkEffect::Verify { attempt, .. } => self.verifying.push(attempt),
-            SinkEffect::PeerDrained { .. } | SinkEffect::CloseChannel { .. } | SinkEffect::Release { .. } => {}
-            SinkEffect::Fact(fact) => self.d_fact(fact),
-        }
-    }
-
-    fn d_fact(&mut self, fact: SinkFact) {
-        match fact {
-            SinkFact::Committed { request, pages, proof, .. } => {
-                self.d_ends(request);
-                let shown = self.shown.values().find(|shown| shown.request == request).expect("it was offered");
-                assert!(shown.landed.len() == shown.pieces && shown.done, "H4: {request:?} commits too early");
-                assert!(shown.verified || !self.sums, "H4: {request:?} commits unverified");
-                assert_eq!(proof.basis(), Basis::Landed);
-                self.give_back(request, pages, proof);
-            }
-            SinkFact::Failed { request, .. } => self.d_ends(request),
-            SinkFact::Quiet { pages, proof } => {
-                let mine = |decode: &Decode| !decode.back && decode.pages == pages.numbers();
-                let request = self.d.iter().find(|(_, decode)| mine(decode)).map(|(&id, _)| id);
-                let request = request.expect("H2: pages come back that are not out");
-                assert!(self.d[&request].ended, "pages of a live request come back");
-                match self.shown.values().find(|shown| shown.request == request) {
-                    Some(shown) => assert!(shown.quiet && proof.basis() == Basis::Quiet, "H2: {request:?}"),
-                    None => assert_eq!(proof.basis(), Basis::NeverShown),
-                }
-                self.give_back(request, pages, proof);
-            }
-        }
-    }
-
-    fn d_ends(&mut self, request: RequestId) {
-        let decode = self.d.get_mut(&request).expect("a fact of a request that was made");
-        assert!(!decode.ended, "H7: {request:?} ends twice");
-        decode.ended = true;
-    }
-
-    fn give_back(&mut self, request: RequestId, pages: PublishedPages, proof: FenceProof) {
-        let decode = self.d.get_mut(&request).expect("known");
-        let pages = pages.redeem(proof).expect("H2: the proof of its own attempt");
-        assert!(!decode.back && pages == decode.pages, "H2: pages of {request:?} come back twice or wrong");
-        decode.back = true;
-        self.free.extend(pages);
-    }
-
-    /// The network and the fabric come to their end, and every deadline passes.
-    pub fn end(&mut self) {
-        for prefill in [true, false] {
-            self.cut(prefill);
-            self.act(None);
-        }
-        for Posted { attempt, .. } in std::mem::take(&mut self.posted) {
-            self.source.settled(self.now, attempt, 1, Settlement::Dropped);
-            self.act(None);
-        }
-        for _ in 0..4 {
-            while !self.revoked.is_empty() {
-                self.quiet(0);
-                self.act(None);
-            }
-            self.now = self.now.after_ms(2000);
-            self.source.tick(self.now);
-            self.sink.tick(self.now);
-            self.act(None);
-        }
-        assert!(self.source.is_idle(), "H6: something is left at P");
-        assert!(self.sink.is_idle(), "H6: something is left at D");
-        for (id, request) in &self.p {
-            assert!(request.ended && request.quiet, "H7: {id:?} has no end at P");
-        }
-        for (id, request) in &self.d {
-            assert!(request.ended && request.back, "H7: {id:?} has no end at D, or its pages are out");
-        }
-        assert_eq!(self.free.len(), SHAPE_D.pages as usize, "H1: every page is free again");
-    }
-}
-
-fn push(queue: &mut Vec<(Channel, Frame)>, frame: (Channel, Frame)) {
-    queue.push(frame);
-    if queue.len() > FRAMES_MAX {
-        queue.remove(0);
     }
 }
