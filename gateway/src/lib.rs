@@ -32,10 +32,10 @@ mod pair;
 mod probe;
 mod proxy;
 mod reply;
-pub mod request;
+mod request;
 mod server;
 mod stream;
-pub mod ticket;
+mod ticket;
 
 use std::io::{IsTerminal as _, Write as _};
 

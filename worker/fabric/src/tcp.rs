@@ -17,7 +17,7 @@
 //!   whose Done is out.
 
 mod batch;
-pub mod frame;
+mod frame;
 mod sink;
 mod source;
 

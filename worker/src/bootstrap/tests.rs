@@ -27,8 +27,6 @@ use crate::{
     request::{SampleErrorKind, SeqId},
 };
 
-mod faults;
-
 /// Nothing here takes longer, unless it hangs.
 const LIMIT: Duration = Duration::from_secs(20);
 const PROMPT: [u32; 10] = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14];

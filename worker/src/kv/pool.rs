@@ -120,6 +120,10 @@ impl Pool {
         self.owner[page as usize] == Owner::Sequence && self.leases[page as usize] == 0
     }
 
+    pub fn is_free(&self, page: u32) -> bool {
+        self.owner[page as usize] == Owner::Free
+    }
+
     /// Gives a sequence's pages to an attempt: from now on a peer may know their addresses.
     pub fn publish(&mut self, pages: Pages) -> PublishedPages {
         for &page in pages.indices() {

@@ -4,4 +4,3 @@ mod faults;
 mod mixed;
 mod pair;
 mod quarantine;
-mod roles;

@@ -104,15 +104,11 @@ impl Bench {
         self.now = Time(self.now.0 + 1000);
         let turn = self.core.turn(self.now, mail);
         self.core.scheduler.check();
-        let said = &mut self.said;
-        self.streams.retain(|id, stream| {
-            let mut open = true;
+        for (id, stream) in &mut self.streams {
             while let Ok(event) = stream.try_recv() {
-                open = !matches!(event, SampleEvent::Finished { .. } | SampleEvent::Failed(_));
-                said.entry(*id).or_default().push(event);
+                self.said.entry(*id).or_default().push(event);
             }
-            open
-        });
+        }
         turn
     }
 
