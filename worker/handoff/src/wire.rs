@@ -4,6 +4,7 @@
 mod codec;
 mod first;
 pub mod hello;
+pub mod transfer;
 
 use codec::{Reader, Writer};
 

@@ -13,7 +13,10 @@
 //!  |<----------------------------------------------|
 //! ```
 
-use super::codec::{Reader, WireError, Writer};
+use super::{
+    codec::{Reader, WireError, Writer},
+    transfer::{self, Transfer},
+};
 use crate::{
     cause::Cause,
     ids::{Channel, Incarnation, SessionId},
@@ -40,15 +43,17 @@ pub struct Identity {
     pub order: String,
     /// Build, math mode, ISA path. A difference is a warning.
     pub numerics: String,
+    /// What may move the pages. Not compared here: [`transfer::Path::between`] makes a choice of it.
+    pub transfer: Transfer,
 }
 
 impl Identity {
-    pub fn new(fingerprint: [u8; 16], shape: PoolShape, numerics: &str) -> Self {
+    pub fn new(fingerprint: [u8; 16], shape: PoolShape, numerics: &str, transfer: Transfer) -> Self {
         let mut numerics = numerics.to_owned();
         while numerics.len() > NUMERICS_BYTES_MAX {
             numerics.pop();
         }
-        Self { protocol: PROTOCOL, fingerprint, shape, order: ORDER.to_owned(), numerics }
+        Self { protocol: PROTOCOL, fingerprint, shape, order: ORDER.to_owned(), numerics, transfer }
     }
 
     /// What must be equal and is not, one phrase each: empty when the two can hand pages over. `self` is P.
@@ -110,6 +115,14 @@ pub enum Greeting {
         mac: Mac,
     },
     Bound,
+    /// First frame on P's Unix socket: the channel's pieces are to move by shared memory. P answers Bound and hands its
+    /// pools over.
+    Share {
+        channel: Channel,
+        mac: Mac,
+    },
+    /// D has mapped P's pools. P answers Bound: from then on the stream is the backend's.
+    Mapped,
 }
 
 impl Greeting {
@@ -139,6 +152,12 @@ impl Greeting {
             Greeting::Bound => {
                 w.u8(7);
             }
+            Greeting::Share { channel, mac } => {
+                w.u8(8).channel(channel).bytes(mac);
+            }
+            Greeting::Mapped => {
+                w.u8(9);
+            }
         }
         w.0
     }
@@ -165,6 +184,8 @@ impl Greeting {
             5 => Greeting::Refused(r.cause()?),
             6 => Greeting::Bind { channel: r.channel()?, rank: r.u32("rank")?, mac: r.array("mac")? },
             7 => Greeting::Bound,
+            8 => Greeting::Share { channel: r.channel()?, mac: r.array("mac")? },
+            9 => Greeting::Mapped,
             other => return Err(WireError::Unknown { field: "greeting", value: other.into() }),
         };
         r.end()?;
@@ -178,6 +199,7 @@ fn write_identity(w: &mut Writer, identity: &Identity) {
     w.u32(shape.layers).u32(shape.kv_heads).u32(shape.head_dim).u32(shape.page_size);
     w.u32(shape.element_bytes).u32(shape.tp).u32(shape.pages);
     w.text(&identity.order, NUMERICS_BYTES_MAX).text(&identity.numerics, NUMERICS_BYTES_MAX);
+    transfer::write(w, &identity.transfer);
 }
 
 fn read_identity(r: &mut Reader<'_>) -> Result<Identity, WireError> {
@@ -198,7 +220,7 @@ fn read_identity(r: &mut Reader<'_>) -> Result<Identity, WireError> {
     };
     let order = r.text(NUMERICS_BYTES_MAX, "order")?;
     let numerics = r.text(NUMERICS_BYTES_MAX, "numerics")?;
-    Ok(Identity { protocol, fingerprint, shape, order, numerics })
+    Ok(Identity { protocol, fingerprint, shape, order, numerics, transfer: transfer::read(r)? })
 }
 
 /// What each MAC is taken over. The first byte keeps one use's MAC from serving as another's.
@@ -228,6 +250,12 @@ pub mod signed {
         w.channel(channel).u32(rank);
         w.0
     }
+
+    pub fn share(nonce_d: &Nonce, nonce_p: &Nonce, channel: &Channel) -> Vec<u8> {
+        let mut w = over(4, nonce_d, nonce_p);
+        w.channel(channel);
+        w.0
+    }
 }
 
 #[cfg(test)]
@@ -237,7 +265,7 @@ mod tests {
     fn identity() -> Identity {
         let shape =
             PoolShape { layers: 2, kv_heads: 4, head_dim: 8, page_size: 16, element_bytes: 2, tp: 1, pages: 10 };
-        Identity::new([7; 16], shape, "avx2")
+        Identity::new([7; 16], shape, "avx2", Transfer::default())
     }
 
     #[test]

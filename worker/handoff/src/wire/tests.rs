@@ -4,6 +4,7 @@ use proptest::{collection::vec, option, prelude::*};
 
 use super::{
     hello::{Greeting, Identity},
+    transfer::{Backend, Transfer},
     *,
 };
 use crate::{
@@ -78,10 +79,14 @@ fn frame() -> impl Strategy<Value = Frame> {
 }
 
 fn greeting() -> impl Strategy<Value = Greeting> {
-    let identity = (any::<[u8; 16]>(), 1u32..9, ".{0,60}").prop_map(|(fingerprint, tp, numerics)| {
-        let shape = PoolShape { layers: 3, kv_heads: 4, head_dim: 8, page_size: 16, element_bytes: 4, tp, pages: 9 };
-        Identity::new(fingerprint, shape, &numerics)
-    });
+    let transfer = (prop::sample::select(Backend::ALL.to_vec()), "[a-z]{0,90}", "[a-z]{0,90}")
+        .prop_map(|(backend, host, socket)| Transfer { backend, host, socket });
+    let identity =
+        (any::<[u8; 16]>(), 1u32..9, ".{0,60}", transfer).prop_map(|(fingerprint, tp, numerics, transfer)| {
+            let shape =
+                PoolShape { layers: 3, kv_heads: 4, head_dim: 8, page_size: 16, element_bytes: 4, tp, pages: 9 };
+            Identity::new(fingerprint, shape, &numerics, transfer)
+        });
     prop_oneof![
         (any::<(u32, [u8; 32], bool, u64)>()).prop_map(|(protocol, nonce, keyed, decode)| Greeting::Challenge {
             protocol,
@@ -105,6 +110,8 @@ fn greeting() -> impl Strategy<Value = Greeting> {
             mac
         }),
         Just(Greeting::Bound),
+        (attempt(), any::<[u8; 32]>()).prop_map(|(attempt, mac)| Greeting::Share { channel: attempt.channel(), mac }),
+        Just(Greeting::Mapped),
     ]
 }
 
