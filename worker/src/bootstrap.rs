@@ -5,6 +5,9 @@
 //!   listener (P)  --accept--> HTTP: /health, /route, Upgrade --> handshake --> channel ---+
 //!   dialler  (D)  --connect------------------------- Upgrade --> handshake --> channel ---+--> events (bounded) --> role
 //! ```
+//!
+//! The pages of a channel go by shared memory or by data streams, which the handshake chooses once (`share`, and
+//! `tandem_handoff::wire::transfer`).
 
 use std::sync::Arc;
 
@@ -29,6 +32,7 @@ mod handshake;
 mod hub;
 pub(crate) mod listener;
 mod lobby;
+mod share;
 pub mod stats;
 
 pub use handshake::Key as HandoffKey;
@@ -62,6 +66,11 @@ pub enum HandoffStartError {
     Bind { address: String, error: std::io::Error },
     #[error("the handoff key file {path}: {reason}")]
     Key { path: String, reason: String },
+    #[error(
+        "decode workers cannot map this worker's KV pools, which --disaggregation-transfer-backend shm demands: {reason}; \
+         use auto or tcp"
+    )]
+    Shm { reason: String },
 }
 
 /// What control channels report to a role.

@@ -5,7 +5,7 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use tandem_fabric::{SinkFabric, SinkReport, tcp::TcpSink};
+use tandem_fabric::{SinkFabric, SinkReport, dispatch::SinkDispatch};
 use tandem_handoff::{
     fence::{FenceProof, PublishedPages},
     ids::{Attempt, Channel, RequestId, Time},
@@ -88,7 +88,7 @@ impl DecodeRole {
     /// Dials prefill workers from `parts.runtime` when tickets name them, as long as the role lives.
     pub fn start(parts: HandoffParts<'_>, key: HandoffKey) -> Self {
         let shape = parts.shape;
-        let fabric = TcpSink::new(shape, parts.memories.clone(), parts.runtime.clone(), parts.waker.clone());
+        let fabric = SinkDispatch::new(shape, parts.memories.clone(), parts.runtime.clone(), parts.waker.clone());
         let control = dialler::start(&parts, key, fabric.clone());
         let page_bytes = (shape.page_bytes() * shape.tp as usize) as u64;
         let sink = Sink::new(shape, limits(parts.config));

@@ -10,6 +10,11 @@ pub fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
+/// Names the running kernel: processes that read the same name here can share memory. Empty where it is not known.
+pub fn boot_id() -> String {
+    fs::read_to_string("/proc/sys/kernel/random/boot_id").map_or_else(|_| String::new(), |text| text.trim().to_owned())
+}
+
 /// Memory that is free for use now, within this process's container.
 pub fn available_bytes() -> u64 {
     let machine = fs::read_to_string("/proc/meminfo").ok().and_then(|text| meminfo_available(&text));
@@ -42,5 +47,6 @@ mod tests {
         assert_eq!(meminfo_available("MemTotal: 9 kB\nMemAvailable:    2048 kB\n"), Some(2 << 20));
         assert_eq!(meminfo_available("MemTotal: 9 kB\n"), None);
         assert!(available_bytes() > 0 && cores() > 0);
+        assert_eq!(boot_id(), boot_id());
     }
 }

@@ -8,6 +8,8 @@ use prometheus::{
     Encoder, Gauge, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, Opts, Registry, TextEncoder,
 };
 
+use tandem_handoff::wire::transfer::Backend;
+
 use crate::engine::Loads;
 
 /// The content type of [`Metrics::render`].
@@ -58,6 +60,7 @@ pub struct TransferMetrics {
     bootstrap_failed: IntCounter,
     transfer_failed: IntCounter,
     checksum_failed: IntCounter,
+    channels: IntCounterVec,
 }
 
 struct Gauges {
@@ -176,6 +179,11 @@ impl TransferMetrics {
                 .counter("num_bootstrap_failed_reqs_total", "Attempts that ended before the transfer began."),
             transfer_failed: family.counter("num_transfer_failed_reqs_total", "Attempts that ended in the transfer."),
             checksum_failed: family.counter("kv_checksum_failed_total", "Attempts whose KV pages arrived damaged."),
+            channels: family.own_counters(
+                "handoff_channels_total",
+                "Channels to workers of the other role that were opened, by what carries their pages.",
+                &["backend"],
+            ),
         }
     }
 
@@ -203,6 +211,11 @@ impl TransferMetrics {
 
     pub fn checksum_failed(&self) {
         self.checksum_failed.inc();
+    }
+
+    /// A channel's pages go by this backend.
+    pub fn channel_opened(&self, backend: Backend) {
+        self.channels.with_label_values(&[backend.name()]).inc();
     }
 }
 
@@ -259,9 +272,11 @@ struct Family {
 
 impl Family {
     fn opts(&self, name: &str, help: &str) -> Opts {
-        Opts::new(format!("sglang:{name}"), help)
-            .const_label("model_name", &self.model_name)
-            .const_label("engine_type", &self.engine_type)
+        self.named(format!("sglang:{name}"), help)
+    }
+
+    fn named(&self, name: String, help: &str) -> Opts {
+        Opts::new(name, help).const_label("model_name", &self.model_name).const_label("engine_type", &self.engine_type)
     }
 
     fn register<T: prometheus::core::Collector + Clone + 'static>(&self, made: prometheus::Result<T>) -> T {
@@ -280,6 +295,11 @@ impl Family {
 
     fn counters(&self, name: &str, help: &str, labels: &[&str]) -> IntCounterVec {
         self.register(IntCounterVec::new(self.opts(name, help), labels))
+    }
+
+    /// For what SGLang has no name for.
+    fn own_counters(&self, name: &str, help: &str, labels: &[&str]) -> IntCounterVec {
+        self.register(IntCounterVec::new(self.named(format!("tandem_{name}"), help), labels))
     }
 
     fn histogram(&self, name: &str, help: &str, buckets: &[f64]) -> Histogram {
@@ -303,6 +323,7 @@ mod tests {
         metrics.transfer.delivered(2_000_000_000, Duration::from_millis(3), Duration::from_secs(1));
         metrics.transfer.checksum_failed();
         metrics.requests.responded("/generate", 429, Duration::from_millis(1));
+        metrics.transfer.channel_opened(Backend::Shm);
         let loads = Loads { total_pages: 8, free_pages: 6, page_size: 16, used_tokens: 20, ..Loads::default() };
         let text = String::from_utf8(metrics.render(&loads)).unwrap();
         for line in [
@@ -310,6 +331,7 @@ mod tests {
             "sglang:num_used_tokens{engine_type=\"prefill\",model_name=\"m\\\"1\"} 20",
             "sglang:kv_transfer_speed_gb_s_sum{engine_type=\"prefill\",model_name=\"m\\\"1\"} 2",
             "sglang:kv_checksum_failed_total{engine_type=\"prefill\",model_name=\"m\\\"1\"} 1",
+            "tandem_handoff_channels_total{backend=\"shm\",engine_type=\"prefill\",model_name=\"m\\\"1\"} 1",
             "endpoint=\"/generate\",engine_type=\"prefill\",model_name=\"m\\\"1\",status_code=\"429\"} 1",
         ] {
             assert!(text.contains(line), "{line} is not in\n{text}");

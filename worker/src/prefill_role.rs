@@ -5,7 +5,7 @@
 
 use std::{collections::BTreeMap, net::SocketAddr, ops::Range, sync::Arc};
 
-use tandem_fabric::{SourceFabric, SourceReport, tcp::TcpSource};
+use tandem_fabric::{SourceFabric, SourceReport, dispatch::SourceDispatch};
 use tandem_handoff::{
     ids::{RequestId, Time},
     source::{Source, SourceEffect, SourceFact},
@@ -107,7 +107,7 @@ impl PrefillRole {
     /// # Errors
     /// When the port cannot be listened on.
     pub fn start(parts: HandoffParts<'_>, port: BootstrapPort) -> Result<(Self, SocketAddr), HandoffStartError> {
-        let fabric = TcpSource::new(parts.memories.clone(), parts.runtime.clone(), parts.waker.clone());
+        let fabric = SourceDispatch::new(parts.memories.clone(), parts.runtime.clone(), parts.waker.clone());
         let (control, address) = listener::start(&parts, port, fabric.clone())?;
         let source = Source::new(parts.shape, limits(parts.config));
         let checksums = Checksums::of_memory(parts.shape, parts.memories);

@@ -102,7 +102,8 @@ impl Worker {
         let (config, model) = load(&settings)?;
         let facts = facts(&settings, &config, &model, socket)?;
         let Model { config: shape, weights, tokenizer, generation, fingerprint, .. } = model;
-        let backend = Cpu::start(&shape, weights, &config).map_err(|e| StartError::Engine(e.to_string()))?;
+        let backend = Cpu::start(&shape, weights, &config, settings.shares_pools())
+            .map_err(|e| StartError::Engine(e.to_string()))?;
         let facts = Facts { numerics: backend.numerics_id(), ..facts };
         let metrics = Arc::new(Metrics::new(&settings.served_model_name, settings.role.engine_type()));
         let waker = EngineWaker::new();

@@ -61,7 +61,7 @@ impl Runner {
             tp: 1,
             pages: PAGES,
         };
-        let options = CpuOptions { threads: 2, math, shape };
+        let options = CpuOptions { threads: 2, math, shape, shared_pools: false };
         let backend = CpuBackend::new(config, model.weights.clone(), options).expect("the backend starts");
         // 29 and 48 have no common divisor: every page once, none beside its neighbour.
         let pages = (0..PAGES).map(|i| i * 29 % PAGES).collect();

@@ -24,9 +24,10 @@ pub struct KvPools {
 }
 
 impl KvPools {
-    pub fn new(shape: PoolShape) -> io::Result<Self> {
-        let memories =
-            (0..shape.tp).map(|_| PoolMemory::new(shape.pool_bytes()).map(Arc::new)).collect::<io::Result<_>>()?;
+    /// `shared` pools can be mapped by other processes of this host, where the system has such memory.
+    pub fn new(shape: PoolShape, shared: bool) -> io::Result<Self> {
+        let make = if shared { PoolMemory::shared_if_possible } else { PoolMemory::new };
+        let memories = (0..shape.tp).map(|_| make(shape.pool_bytes()).map(Arc::new)).collect::<io::Result<_>>()?;
         let mut homes = vec![Vec::new(); shape.kv_heads as usize];
         for rank in 0..shape.tp {
             for (local, head) in shape.heads_of_rank(rank).enumerate() {

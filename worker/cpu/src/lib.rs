@@ -42,6 +42,8 @@ pub struct CpuOptions {
     pub threads: usize,
     pub math: CpuMath,
     pub shape: PoolShape,
+    /// Whether the KV pools are to be memory that other processes of this host can map, where the system has such.
+    pub shared_pools: bool,
 }
 
 /// Which of a slice's rows need logits.
@@ -113,8 +115,11 @@ impl CpuBackend {
         };
         let team = Team::new(threads).map_err(CpuError::Threads)?;
         let bytes = options.shape.pool_bytes() * options.shape.tp as usize;
-        let kv =
-            KvPools::new(options.shape).map_err(|source| CpuError::Memory { what: "the KV pool", bytes, source })?;
+        let kv = KvPools::new(options.shape, options.shared_pools).map_err(|source| CpuError::Memory {
+            what: "the KV pool",
+            bytes,
+            source,
+        })?;
         let decoder = weights::pack(config, weights, options.math, &team)?;
         tracing::info!(threads, isa = isa.name(), math = ?options.math, pool_bytes = bytes, "CPU backend is ready");
         Ok(Self { isa, math: options.math, team, kv, decoder, step: Default::default() })

@@ -36,9 +36,11 @@ impl AttentionProbe {
     pub fn new(shape: PoolShape, heads: usize, context: usize, threads: usize, per_layer: bool) -> io::Result<Self> {
         let layers = shape.layers as usize;
         let pools = if per_layer {
-            (0..layers).map(|_| KvPools::new(PoolShape { layers: 1, ..shape })).collect::<io::Result<Vec<_>>>()?
+            (0..layers)
+                .map(|_| KvPools::new(PoolShape { layers: 1, ..shape }, false))
+                .collect::<io::Result<Vec<_>>>()?
         } else {
-            vec![KvPools::new(shape)?]
+            vec![KvPools::new(shape, false)?]
         };
         let heads = Heads { heads, kv_heads: shape.kv_heads as usize, head_dim: shape.head_dim as usize };
         let count = shape.pages_for(context + 1) as u32;

@@ -128,7 +128,7 @@ impl Setup {
             tp,
             pages: (SEQUENCES * PAGES_PER_SEQUENCE) as u32,
         };
-        let options = CpuOptions { threads, math: self.math, shape };
+        let options = CpuOptions { threads, math: self.math, shape, shared_pools: false };
         CpuBackend::with_isa(&self.config, self.weights.clone(), options, self.isa).unwrap()
     }
 }

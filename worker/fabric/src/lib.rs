@@ -13,6 +13,7 @@ use tandem_handoff::{
     source::{Piece, Settlement},
 };
 
+pub mod dispatch;
 mod landing;
 pub mod memory;
 pub mod probe;

@@ -57,6 +57,17 @@ impl PoolMemory {
         Ok(memory)
     }
 
+    /// As [`PoolMemory::shared`], or private memory with a warning where the system has no such files.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn shared_if_possible(bytes: usize) -> io::Result<Self> {
+        Self::shared(bytes).or_else(|error| {
+            tracing::warn!(%error, "the KV pool is private memory: decode workers of this host cannot map it");
+            Self::new(bytes)
+        })
+    }
+
     /// The memory's file, where it is shared.
     pub fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         self.shared.as_ref().map(AsFd::as_fd)

@@ -50,7 +50,7 @@ mod pools;
 mod sink;
 mod source;
 
-pub use pools::{PeerPools, ShmError, receive_pools, send_pools};
+pub use pools::{PeerPools, ShmError, receive_pools, same_user, send_pools};
 pub use sink::ShmSink;
 pub use source::ShmSource;
 

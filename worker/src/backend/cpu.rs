@@ -16,13 +16,19 @@ pub struct Cpu {
 }
 
 impl Cpu {
-    /// Packs the weights and allocates the pool that `engine` asks for.
+    /// Packs the weights and allocates the pool that `engine` asks for; `shared_pools` as in [`CpuOptions`].
     ///
     /// # Errors
     /// When the model does not fit the pool's shape, or the system gives no memory or threads.
-    pub fn start(model: &ModelConfig, weights: Weights, engine: &EngineConfig) -> Result<Self, CpuError> {
+    pub fn start(
+        model: &ModelConfig,
+        weights: Weights,
+        engine: &EngineConfig,
+        shared_pools: bool,
+    ) -> Result<Self, CpuError> {
         let (math, shape) = (math(engine.cpu_math), pool_shape(model, engine));
-        let backend = CpuBackend::new(model, weights, CpuOptions { threads: engine.threads, math, shape })?;
+        let backend =
+            CpuBackend::new(model, weights, CpuOptions { threads: engine.threads, math, shape, shared_pools })?;
         Ok(Self { backend, vocab: model.vocab })
     }
 }

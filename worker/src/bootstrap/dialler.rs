@@ -18,12 +18,16 @@ use http::{
 use http_body_util::Empty;
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
-use tandem_fabric::tcp::TcpSink;
+use tandem_fabric::dispatch::SinkDispatch;
 use tandem_handoff::{
     ids::{Channel, Incarnation},
     layout::PoolShape,
     ticket::Address,
-    wire::{Side, hello::Identity},
+    wire::{
+        Side,
+        hello::Identity,
+        transfer::{Backend, Path},
+    },
 };
 use tokio::{
     net::{TcpStream, lookup_host},
@@ -38,6 +42,7 @@ use super::{
     handshake::{self, Key, Met, Nonces, Refusal},
     hub::{Hub, NetControl},
     listener::{CONTROL_PROTOCOL, DATA_PROTOCOL, HANDOFF_PATH, raw_stream},
+    share,
     stats::HandoffStats,
 };
 
@@ -48,10 +53,10 @@ const TRY_TIMEOUT: Duration = Duration::from_secs(5);
 const BACKOFF_FIRST: Duration = Duration::from_millis(50);
 const BACKOFF_MAX: Duration = Duration::from_secs(1);
 
-struct Context {
+pub(super) struct Context {
+    pub fabric: SinkDispatch,
+    pub key: Key,
     hub: Arc<Hub>,
-    fabric: TcpSink,
-    key: Key,
     me: Incarnation,
     identity: Identity,
     heartbeat: Heartbeat,
@@ -62,14 +67,19 @@ struct Context {
 }
 
 /// Dials until the returned control plane is dropped.
-pub(crate) fn start(parts: &HandoffParts<'_>, key: Key, fabric: TcpSink) -> Box<dyn ControlPlane> {
+pub(crate) fn start(parts: &HandoffParts<'_>, key: Key, fabric: SinkDispatch) -> Box<dyn ControlPlane> {
     let (mut control, hub) = NetControl::new(Arc::clone(&parts.waker));
     let context = Arc::new(Context {
         hub,
         fabric,
         key,
         me: Incarnation(rand::random()),
-        identity: Identity::new(parts.fingerprint, parts.shape, &parts.numerics),
+        identity: Identity::new(
+            parts.fingerprint,
+            parts.shape,
+            &parts.numerics,
+            share::transfer(parts.config.transfer_backend, None),
+        ),
         heartbeat: Heartbeat::new(parts.config),
         ranks: parts.shape.tp,
         dialling: Mutex::default(),
@@ -149,16 +159,52 @@ async fn try_dial(context: &Context, address: &Address) -> Result<Dialled, Refus
     stream = upgrade(stream, address, CONTROL_PROTOCOL).await.map_err(lost)?;
     let known = |prefill| context.hub.channel_to(prefill);
     let met = handshake::greet_prefill(&mut stream, &context.key, context.me, &context.identity, known).await?;
-    let (channel, identity, nonces) = match met {
+    let (channel, shape, nonces, path) = match met {
         Met::Known(channel, shape) => return Ok(Dialled::Known(channel, shape)),
-        Met::New { channel, identity, nonces } => (channel, identity, nonces),
+        Met::New { channel, shape, nonces, path } => (channel, shape, nonces, path),
     };
-    for rank in 0..context.ranks {
-        let data = open_stream(context, address, at, channel, rank, &nonces).await.map_err(lost)?;
-        context.fabric.attach(channel, rank, data);
-    }
-    let opened = Opened::register(&context.hub, channel, context.me, identity.shape, context.heartbeat, nonces);
+    let backend = if maps_pools(context, address, channel, &shape, &nonces, &path).await? {
+        Backend::Shm
+    } else {
+        for rank in 0..context.ranks {
+            let data = open_stream(context, address, at, channel, rank, &nonces).await.map_err(lost)?;
+            context.fabric.tcp.attach(channel, rank, data);
+        }
+        Backend::Tcp
+    };
+    context.stats.carried_by(backend);
+    let session = channel.session.0;
+    tracing::info!(prefill = %address, session, backend = backend.name(), "a channel to a prefill worker is open");
+    let opened = Opened::register(&context.hub, channel, context.me, shape, context.heartbeat, nonces);
     Ok(Dialled::New(opened, stream))
+}
+
+/// Whether the channel's pages go by shared memory now. Where that is wanted and cannot be, the log says why.
+async fn maps_pools(
+    context: &Context,
+    address: &Address,
+    channel: Channel,
+    shape: &PoolShape,
+    nonces: &Nonces,
+    path: &Path,
+) -> Result<bool, Refusal> {
+    let why = match path {
+        Path::Tcp { why: None } => return Ok(false),
+        Path::Tcp { why: Some(why) } => (*why).to_owned(),
+        Path::Shm { socket, required } => match share::map_pools(context, socket, channel, nonces, shape).await {
+            Ok(()) => return Ok(true),
+            Err(why) if *required => {
+                let message = format!(
+                    "no shared memory with the prefill worker {address}, which --disaggregation-transfer-backend \
+                         shm demands: {why}"
+                );
+                return Err(Refusal::unfit(Side::Decode, message));
+            }
+            Err(why) => why,
+        },
+    };
+    tracing::info!(prefill = %address, why, "pages come by tcp, not by shared memory");
+    Ok(false)
 }
 
 /// The first of the host's addresses that accepts.

@@ -11,13 +11,14 @@ use tandem_handoff::{
     wire::{
         Cause, CauseKind, Side,
         hello::{Greeting, Identity, Mac, Nonce, PROTOCOL, signed},
+        transfer::Path as TransferPath,
     },
 };
-use tokio::net::TcpStream;
+use tokio::io::{AsyncRead, AsyncWrite};
 
 use super::{
     HandoffStartError,
-    channel::{read_framed, write_framed},
+    channel::{framed, read_framed, write_framed},
 };
 
 const GREETING_BYTES_MAX: usize = 8 * 1024;
@@ -100,11 +101,15 @@ impl Refusal {
 
 const HUNG_UP: &str = "the peer hung up in the handshake";
 
-async fn send(stream: &mut TcpStream, greeting: &Greeting) -> Result<(), String> {
+/// A connected stream, TCP or Unix.
+pub(super) trait Stream: AsyncRead + AsyncWrite + Unpin {}
+impl<S: AsyncRead + AsyncWrite + Unpin> Stream for S {}
+
+async fn send(stream: &mut impl Stream, greeting: &Greeting) -> Result<(), String> {
     write_framed(stream, &greeting.encode()).await.map_err(|error| error.to_string())
 }
 
-async fn receive(stream: &mut TcpStream) -> Result<Greeting, String> {
+async fn receive(stream: &mut impl Stream) -> Result<Greeting, String> {
     let bytes = read_framed(stream, GREETING_BYTES_MAX).await.map_err(|error| match error.kind() {
         std::io::ErrorKind::UnexpectedEof => HUNG_UP.to_owned(),
         _ => error.to_string(),
@@ -118,14 +123,15 @@ pub(super) enum Met {
     Known(Channel, PoolShape),
     New {
         channel: Channel,
-        identity: Identity,
+        shape: PoolShape,
         nonces: Nonces,
+        path: TransferPath,
     },
 }
 
 /// D's half. `known` says whether a channel to a prefill process is open.
 pub(super) async fn greet_prefill(
-    stream: &mut TcpStream,
+    stream: &mut impl Stream,
     key: &Key,
     me: Incarnation,
     identity: &Identity,
@@ -157,9 +163,11 @@ pub(super) async fn greet_prefill(
             if !differences.is_empty() {
                 return Err(Refusal::unfit(Side::Decode, differ(&differences)));
             }
+            let path = TransferPath::between(&theirs.transfer, &identity.transfer);
+            let path = path.map_err(|why| Refusal::unfit(Side::Decode, unfit(&why)))?;
             let channel = Channel { prefill, decode: me, session };
             let nonces = Nonces { decode: nonce_d, prefill: nonce_p };
-            Ok(Met::New { channel, identity: theirs, nonces })
+            Ok(Met::New { channel, shape: theirs.shape, nonces, path })
         }
         Greeting::Refused(cause) => Err(Refusal { cause, retry: false }),
         _ => Err(unexpected()),
@@ -169,7 +177,7 @@ pub(super) async fn greet_prefill(
 /// P's half up to the point where D is known and fits; [`welcome`] follows once the channel is registered. A refusal has
 /// been sent when this returns one.
 pub(super) async fn greet_decode(
-    stream: &mut TcpStream,
+    stream: &mut impl Stream,
     key: &Key,
     me: Incarnation,
     identity: &Identity,
@@ -206,6 +214,9 @@ pub(super) async fn greet_decode(
     if !differences.is_empty() {
         return refuse(stream, differ(&differences)).await;
     }
+    if let Err(why) = TransferPath::between(&identity.transfer, &theirs.transfer) {
+        return refuse(stream, unfit(&why)).await;
+    }
     if theirs.numerics != identity.numerics {
         tracing::warn!(
             prefill = identity.numerics,
@@ -216,23 +227,27 @@ pub(super) async fn greet_decode(
     Ok((decode, theirs, Nonces { decode: nonce_d, prefill: nonce_p }))
 }
 
-pub(super) async fn welcome(stream: &mut TcpStream, session: SessionId, identity: &Identity) -> Result<(), String> {
+pub(super) async fn welcome(stream: &mut impl Stream, session: SessionId, identity: &Identity) -> Result<(), String> {
     send(stream, &Greeting::Welcome { session, identity: identity.clone() }).await
 }
 
-async fn refuse<T>(stream: &mut TcpStream, message: String) -> Result<T, String> {
+async fn refuse<T>(stream: &mut impl Stream, message: String) -> Result<T, String> {
     let cause = Cause::new(Side::Prefill, CauseKind::Unfit, message.clone());
     send(stream, &Greeting::Refused(cause)).await?;
     Err(message)
 }
 
 fn differ(differences: &[String]) -> String {
-    format!("the prefill and the decode worker do not fit: they differ in {}", differences.join(", "))
+    unfit(&format!("they differ in {}", differences.join(", ")))
+}
+
+fn unfit(why: &str) -> String {
+    format!("the prefill and the decode worker do not fit: {why}")
 }
 
 /// D's half of binding a data stream for `rank` to its channel.
 pub(super) async fn bind_stream(
-    stream: &mut TcpStream,
+    stream: &mut impl Stream,
     key: &Key,
     channel: Channel,
     rank: u32,
@@ -240,6 +255,10 @@ pub(super) async fn bind_stream(
 ) -> Result<(), String> {
     let mac = key.sign(&signed::bind(&nonces.decode, &nonces.prefill, &channel, rank));
     send(stream, &Greeting::Bind { channel, rank, mac }).await?;
+    bound(stream).await
+}
+
+async fn bound(stream: &mut impl Stream) -> Result<(), String> {
     match receive(stream).await? {
         Greeting::Bound => Ok(()),
         Greeting::Refused(cause) => Err(cause.message().to_owned()),
@@ -249,7 +268,7 @@ pub(super) async fn bind_stream(
 
 /// P's half: which channel and rank the stream is for. `nonces` looks the channel up among the open ones.
 pub(super) async fn accept_stream(
-    stream: &mut TcpStream,
+    stream: &mut impl Stream,
     key: &Key,
     nonces: impl Fn(Channel, u32) -> Option<Nonces>,
 ) -> Result<(Channel, u32), String> {
@@ -263,4 +282,48 @@ pub(super) async fn accept_stream(
     }
     send(stream, &Greeting::Bound).await?;
     Ok((channel, rank))
+}
+
+/// D's half of asking for P's pools on P's Unix socket. They come next, and then [`mapped`] follows.
+pub(super) async fn ask_for_pools(
+    stream: &mut impl Stream,
+    key: &Key,
+    channel: Channel,
+    nonces: &Nonces,
+) -> Result<(), String> {
+    let mac = key.sign(&signed::share(&nonces.decode, &nonces.prefill, &channel));
+    send(stream, &Greeting::Share { channel, mac }).await?;
+    bound(stream).await
+}
+
+/// D has mapped the pools; when this returns, P posts the channel's pieces on the stream.
+pub(super) async fn mapped(stream: &mut impl Stream) -> Result<(), String> {
+    send(stream, &Greeting::Mapped).await?;
+    bound(stream).await
+}
+
+/// P's half: for which channel the stream asks for pools. `nonces` looks the channel up among the open ones.
+pub(super) async fn asked_for_pools(
+    stream: &mut impl Stream,
+    key: &Key,
+    nonces: impl Fn(Channel) -> Option<Nonces>,
+) -> Result<Channel, String> {
+    let Greeting::Share { channel, mac } = receive(stream).await? else {
+        return Err("the peer does not speak the handoff protocol".to_owned());
+    };
+    let bound = nonces(channel)
+        .is_some_and(|nonces| key.verify(&signed::share(&nonces.decode, &nonces.prefill, &channel), &mac));
+    if !bound {
+        return refuse(stream, "the stream belongs to no open channel".to_owned()).await;
+    }
+    send(stream, &Greeting::Bound).await?;
+    Ok(channel)
+}
+
+/// P waits for D's [`mapped`]. Returns the answer, which the caller sends once the channel's pieces go by the stream.
+pub(super) async fn was_mapped(stream: &mut impl Stream) -> Result<Vec<u8>, String> {
+    match receive(stream).await? {
+        Greeting::Mapped => Ok(framed(&Greeting::Bound.encode())),
+        _ => Err("the peer does not speak the handoff protocol".to_owned()),
+    }
 }

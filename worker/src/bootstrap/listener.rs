@@ -22,11 +22,14 @@ use http::{
 use http_body_util::Full;
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use tandem_fabric::tcp::TcpSource;
+use tandem_fabric::{dispatch::SourceDispatch, memory::PoolMemory};
 use tandem_handoff::{
     ids::{Channel, Incarnation, SessionId},
     ticket::Address,
-    wire::hello::{Identity, PROTOCOL},
+    wire::{
+        hello::{Identity, PROTOCOL},
+        transfer::Backend,
+    },
 };
 use tokio::{
     net::{TcpListener, TcpSocket, TcpStream},
@@ -39,6 +42,7 @@ use super::{
     handshake::{self, Key},
     hub::{Hub, NetControl},
     lobby::{Lobby, Place},
+    share::{self, SharePort},
     stats::HandoffStats,
 };
 use crate::{config::HandoffConfig, http::listen};
@@ -50,21 +54,22 @@ pub(super) const CONTROL_PROTOCOL: &str = "tandem-control";
 pub(super) const DATA_PROTOCOL: &str = "tandem-data";
 
 /// Connections that have not passed their handshake at most.
-const UNAUTHENTICATED_MAX: usize = 256;
+pub(super) const UNAUTHENTICATED_MAX: usize = 256;
 /// From accepting a connection to the end of its handshake, and of each plain request.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// After an accept that failed, as with no file descriptors left.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+pub(super) const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-struct Context {
-    hub: Arc<Hub>,
-    fabric: TcpSource,
-    key: Key,
+pub(super) struct Context {
+    pub hub: Arc<Hub>,
+    pub fabric: SourceDispatch,
+    pub key: Key,
+    pub memories: Vec<Arc<PoolMemory>>,
+    pub stats: Arc<HandoffStats>,
     me: Incarnation,
     identity: Identity,
     heartbeat: Heartbeat,
     sessions: AtomicU64,
-    stats: Arc<HandoffStats>,
 }
 
 /// The port and the key, taken before the model is loaded: that they cannot be had is known in a moment. Nobody listens
@@ -95,7 +100,7 @@ impl BootstrapPort {
 pub(crate) fn start(
     parts: &HandoffParts<'_>,
     port: BootstrapPort,
-    fabric: TcpSource,
+    fabric: SourceDispatch,
 ) -> Result<(Box<dyn ControlPlane>, SocketAddr), HandoffStartError> {
     let config = parts.config;
     let BootstrapPort { key, socket, address } = port;
@@ -106,22 +111,27 @@ pub(crate) fn start(
              set --handoff-key-file on all workers"
         );
     }
-    let listener = {
+    let (listener, share) = {
         let _runtime = parts.runtime.enter();
-        listen::listen(socket).map_err(|error| HandoffStartError::Bind { address: address.to_string(), error })?
+        let bind = |error| HandoffStartError::Bind { address: address.to_string(), error };
+        (listen::listen(socket).map_err(bind)?, SharePort::open(config.transfer_backend, &parts.memories)?)
     };
+    let transfer = share::transfer(config.transfer_backend, share.as_ref());
     let (control, hub) = NetControl::new(Arc::clone(&parts.waker));
     let context = Arc::new(Context {
         hub,
         fabric,
         key,
+        memories: parts.memories.clone(),
         me: Incarnation(rand::random()),
-        identity: Identity::new(parts.fingerprint, parts.shape, &parts.numerics),
+        identity: Identity::new(parts.fingerprint, parts.shape, &parts.numerics, transfer),
         heartbeat: Heartbeat::new(config),
         sessions: AtomicU64::new(1),
         stats: Arc::clone(&parts.stats),
     });
-    let driver = parts.runtime.spawn(accept(context, listener));
+    let driver = parts.runtime.spawn(async move {
+        tokio::join!(accept(Arc::clone(&context), listener), share::accept(context, share));
+    });
     Ok((Box::new(control.driven_by(driver)), address))
 }
 
@@ -247,7 +257,7 @@ async fn upgraded(
 }
 
 /// A handshake that neither its deadline nor a newcomer cuts short.
-async fn in_time<T>(place: &Place, handshake: impl Future<Output = Result<T, String>>) -> Result<T, String> {
+pub(super) async fn in_time<T>(place: &Place, handshake: impl Future<Output = Result<T, String>>) -> Result<T, String> {
     tokio::select! {
         biased;
         outcome = timeout(HANDSHAKE_TIMEOUT, handshake) => {
@@ -283,10 +293,16 @@ async fn open_stream(context: &Context, mut stream: TcpStream) -> Result<(), Str
         lines.get(&channel).filter(|line| rank < line.peer_shape.tp).map(|line| line.nonces)
     };
     let (channel, rank) = handshake::accept_stream(&mut stream, &context.key, lookup).await?;
+    if context.identity.transfer.backend == Backend::Shm {
+        return Err("this prefill worker moves pages by shared memory alone".to_owned());
+    }
     // Under the lock of the books: a stream is attached only to a channel that is open, and closing comes after.
     let lines = context.hub.lines();
     if lines.contains_key(&channel) {
-        context.fabric.attach(channel, rank, stream);
+        context.fabric.tcp.attach(channel, rank, stream);
+        if rank == 0 {
+            context.stats.carried_by(Backend::Tcp);
+        }
     }
     drop(lines);
     Ok(())

@@ -5,7 +5,7 @@ use std::{
     time::Duration,
 };
 
-use tandem_handoff::source::Piece;
+use tandem_handoff::{source::Piece, wire::transfer::Backend};
 
 use crate::metrics::TransferMetrics;
 
@@ -22,6 +22,8 @@ pub struct HandoffStats {
     pub bootstrap_failed: AtomicU64,
     /// Control channels that passed Hello.
     pub channels_opened: AtomicU64,
+    /// Of these, channels whose pages go by shared memory.
+    pub channels_by_shm: AtomicU64,
     /// Connections refused: unauthenticated ones over the cap, wrong keys, workers that differ.
     pub handshakes_refused: AtomicU64,
     /// D: attempts whose pages arrived damaged.
@@ -84,6 +86,16 @@ impl HandoffStats {
 
     pub(crate) fn channel_opened(&self) {
         self.channels_opened.fetch_add(1, Relaxed);
+    }
+
+    /// What carries a channel's pages is settled.
+    pub(crate) fn carried_by(&self, backend: Backend) {
+        if backend == Backend::Shm {
+            self.channels_by_shm.fetch_add(1, Relaxed);
+        }
+        if let Some(metrics) = &self.metrics {
+            metrics.channel_opened(backend);
+        }
     }
 
     pub(crate) fn handshake_refused(&self) {

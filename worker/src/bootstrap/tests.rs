@@ -14,7 +14,7 @@ use tandem_handoff::{
     ids::{Room, Time},
     layout::PoolShape,
     ticket::Ticket,
-    wire::{Cause, CauseKind, FirstToken, Side, hello::PROTOCOL},
+    wire::{Cause, CauseKind, FirstToken, Side, hello::PROTOCOL, transfer::Backend},
 };
 use tokio::runtime::Runtime;
 
@@ -27,6 +27,10 @@ use crate::{
     request::{SampleErrorKind, SeqId},
 };
 
+mod transfer;
+
+/// What each story is told over: the pages go by TCP, or by shared memory.
+const BACKENDS: [Backend; 2] = [Backend::Tcp, Backend::Shm];
 /// Nothing here takes longer, unless it hangs.
 const LIMIT: Duration = Duration::from_secs(20);
 const PROMPT: [u32; 10] = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14];
@@ -43,6 +47,7 @@ fn config(port: u16) -> HandoffConfig {
         heartbeat_max_failure: 2,
         key_file: None,
         kv_checksum: true,
+        transfer_backend: Backend::Auto,
         bootstrap_host: "127.0.0.1".into(),
         bootstrap_port: port,
     }
@@ -51,7 +56,7 @@ fn config(port: u16) -> HandoffConfig {
 /// Pools in which each head of each page holds bytes of its own.
 fn pools(shape: PoolShape) -> Vec<Arc<PoolMemory>> {
     let filled = |rank| {
-        let mut pool = PoolMemory::new(shape.pool_bytes()).expect("memory");
+        let mut pool = PoolMemory::shared(shape.pool_bytes()).expect("memory");
         for page in 0..shape.pages {
             for (slot, head) in shape.heads_of_rank(rank).enumerate() {
                 let at = shape.head_offset(page, slot as u32);
@@ -78,6 +83,13 @@ struct Setup {
 impl Setup {
     fn new(port: u16, tp: u32) -> Self {
         Self { config: config(port), shape: shape(tp), fingerprint: [1; 16], memories: pools(shape(tp)) }
+    }
+
+    /// With these settings of `--disaggregation-transfer-backend`.
+    fn over(backend: Backend, tp: u32) -> Self {
+        let mut setup = Self::new(0, tp);
+        setup.config.transfer_backend = backend;
+        setup
     }
 
     fn parts<'a>(&'a self, runtime: &Runtime, stats: &Arc<HandoffStats>) -> HandoffParts<'a> {
@@ -133,7 +145,11 @@ impl Pair {
     }
 
     fn same() -> Self {
-        Self::new(Setup::new(0, 1), Setup::new(0, 1))
+        Self::over(Backend::Auto)
+    }
+
+    fn over(backend: Backend) -> Self {
+        Self::new(Setup::over(backend, 1), Setup::over(backend, 1))
     }
 
     fn now(&self) -> Time {
@@ -216,7 +232,13 @@ impl Pair {
 
 #[test]
 fn pages_move_and_their_evidence_frees_them() {
-    let (p, d) = (Setup::new(0, 1), Setup::new(0, 2));
+    for backend in BACKENDS {
+        pages_move_over(backend);
+    }
+}
+
+fn pages_move_over(backend: Backend) {
+    let (p, d) = (Setup::over(backend, 1), Setup::over(backend, 2));
     let d_pools = d.memories.clone();
     let mut pair = Pair::new(p, d);
     pair.ask(1, 7, &[3, 0, 6]);
@@ -232,8 +254,15 @@ fn pages_move_and_their_evidence_frees_them() {
     let bytes = 3 * shape(1).page_bytes() as u64;
     assert_eq!(pair.stats.bytes_posted.load(Ordering::Relaxed), bytes);
     assert_eq!(pair.stats.bytes_received.load(Ordering::Relaxed), bytes);
+    let by_shm = if backend == Backend::Shm { 2 } else { 0 };
+    assert_eq!(pair.stats.channels_by_shm.load(Ordering::Relaxed), by_shm, "one channel, counted by each side");
     drop(pair);
     let d = shape(2);
+    let start = Instant::now();
+    while d_pools.iter().any(|pool| Arc::strong_count(pool) > 1) {
+        assert!(start.elapsed() < LIMIT, "a thread or a task of the role lives on");
+        std::thread::sleep(Duration::from_millis(1));
+    }
     for (rank, pool) in d_pools.into_iter().enumerate() {
         let mut pool = Arc::into_inner(pool).expect("the role and its tasks are gone");
         for (page_p, page_d) in [(1, 3), (2, 0), (4, 6)] {
@@ -341,7 +370,13 @@ fn only_workers_with_the_same_key_speak_to_each_other() {
 
 #[test]
 fn a_prefill_worker_that_dies_ends_its_attempts_and_its_successor_serves() {
-    let mut pair = Pair::same();
+    for backend in BACKENDS {
+        prefill_dies_over(backend);
+    }
+}
+
+fn prefill_dies_over(backend: Backend) {
+    let mut pair = Pair::over(backend);
     pair.ask(1, 7, &[3, 0, 6]);
     pair.until_reserved(1);
     let now = pair.now();
@@ -352,7 +387,8 @@ fn a_prefill_worker_that_dies_ends_its_attempts_and_its_successor_serves() {
     pair.until_d_quiet();
     assert_eq!(pair.d.queues(), Default::default());
     // The same port, another incarnation; the room may be used again.
-    let setup = Setup::new(pair.port, 1);
+    let mut setup = Setup::over(backend, 1);
+    setup.config.bootstrap_port = pair.port;
     let start = Instant::now();
     let role = loop {
         match setup.start_prefill(&pair.runtime, &pair.stats) {
@@ -368,12 +404,18 @@ fn a_prefill_worker_that_dies_ends_its_attempts_and_its_successor_serves() {
 
 #[test]
 fn a_decode_worker_that_dies_frees_the_prefill_workers_pages() {
-    let mut pair = Pair::same();
+    for backend in BACKENDS {
+        decode_dies_over(backend);
+    }
+}
+
+fn decode_dies_over(backend: Backend) {
+    let mut pair = Pair::over(backend);
     pair.ask(1, 7, &[3, 0, 6]);
     pair.until_reserved(1);
     let now = pair.now();
     pair.p().chunk_written(now, SeqId(1), &[1, 2, 4], 0..1);
-    let setup = Setup::new(0, 1);
+    let setup = Setup::over(backend, 1);
     pair.d = setup.start_decode(&pair.runtime, &pair.stats);
     pair.until("Quiet at P", |p, _| p.contains(&PrefillFact::Quiet { id: SeqId(1) }));
     assert!(pair.p_facts.iter().any(|fact| matches!(fact, PrefillFact::Failed { .. })));
@@ -382,7 +424,13 @@ fn a_decode_worker_that_dies_frees_the_prefill_workers_pages() {
 
 #[test]
 fn each_side_hears_why_the_other_ended_the_attempt() {
-    let mut pair = Pair::same();
+    for backend in BACKENDS {
+        causes_travel_over(backend);
+    }
+}
+
+fn causes_travel_over(backend: Backend) {
+    let mut pair = Pair::over(backend);
     pair.ask(1, 7, &[3, 0, 6]);
     pair.until_reserved(1);
     let now = pair.now();

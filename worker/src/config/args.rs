@@ -49,7 +49,8 @@ pub struct WorkerArgs {
     #[arg(long, value_name = "PORT")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub disaggregation_bootstrap_port: Option<u16>,
-    /// What carries the KV pages: tcp or auto [default: auto]
+    /// What carries the KV pages: tcp, shm (shared memory, both halves on one host), or auto: shm where it can be had
+    /// [default: auto]
     #[arg(long, value_name = "NAME")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub disaggregation_transfer_backend: Option<String>,

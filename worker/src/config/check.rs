@@ -1,7 +1,7 @@
 //! From raw settings to checked ones, in two steps: what can be judged alone ([`Settings::check`]), before minutes of
 //! loading; and what needs the model's shape ([`Settings::engine`]). *Pure.*
 
-use tandem_handoff::wire::CHECKSUMS_MAX;
+use tandem_handoff::wire::{CHECKSUMS_MAX, transfer::Backend};
 
 use super::{CpuMath, EngineConfig, HandoffConfig, HttpConfig, Role, WorkerArgs, args::Device};
 use crate::error::StartError;
@@ -82,6 +82,11 @@ impl Settings {
             limits: check_limits(args)?,
             model_path,
         })
+    }
+
+    /// True when decode workers of this host may map this worker's KV pools.
+    pub fn shares_pools(&self) -> bool {
+        self.role == Role::Prefill && self.handoff.transfer_backend != Backend::Tcp
     }
 
     pub fn tp_size(&self) -> u32 {
@@ -167,12 +172,17 @@ fn check_device(args: &WorkerArgs) -> Result<(), StartError> {
     if args.device == Some(Device::Cuda) {
         return Err(refuse("--device cuda: this build has no CUDA engine; use --device cpu or auto"));
     }
-    match args.disaggregation_transfer_backend.as_deref() {
-        None | Some("auto" | "tcp") => Ok(()),
-        Some(other) => {
-            Err(refuse(&format!("--disaggregation-transfer-backend {other} is not in this build; use tcp or auto")))
-        }
-    }
+    Ok(())
+}
+
+fn transfer_backend(args: &WorkerArgs) -> Result<Backend, StartError> {
+    let Some(wanted) = args.disaggregation_transfer_backend.as_deref() else {
+        return Ok(Backend::Auto);
+    };
+    Backend::ALL.into_iter().find(|backend| backend.name() == wanted).ok_or_else(|| {
+        let names = Backend::ALL.map(Backend::name).join(", ");
+        refuse(&format!("--disaggregation-transfer-backend {wanted} is not in this build; it has {names}"))
+    })
 }
 
 fn check_limits(args: &WorkerArgs) -> Result<Limits, StartError> {
@@ -230,6 +240,7 @@ fn check_handoff(args: &WorkerArgs, host: &str) -> Result<HandoffConfig, StartEr
         heartbeat_max_failure,
         key_file: args.handoff_key_file.clone(),
         kv_checksum: args.enable_kv_checksum,
+        transfer_backend: transfer_backend(args)?,
         bootstrap_host: host.into(),
         bootstrap_port: args.disaggregation_bootstrap_port.unwrap_or(8998),
     })

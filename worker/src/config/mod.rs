@@ -3,6 +3,8 @@
 
 use std::path::PathBuf;
 
+use tandem_handoff::wire::transfer::Backend;
+
 pub mod args;
 pub mod check;
 
@@ -79,6 +81,8 @@ pub struct HandoffConfig {
     pub key_file: Option<PathBuf>,
     /// D: compare a checksum per page and KV head before the commit.
     pub kv_checksum: bool,
+    /// What may carry the pages.
+    pub transfer_backend: Backend,
     /// P's bootstrap listener.
     pub bootstrap_host: String,
     pub bootstrap_port: u16,

@@ -27,7 +27,7 @@ fn main() {
         tp: 1,
         pages: pages.len() as u32,
     };
-    let options = CpuOptions { threads, math: CpuMath::Fast, shape };
+    let options = CpuOptions { threads, math: CpuMath::Fast, shape, shared_pools: false };
     let mut backend = CpuBackend::new(config, model.weights, options).expect("the backend starts");
     let prompt: Vec<u32> = (0..PREFILL as u32).map(|i| 100 + i * 37 % 20_000).collect();
     let (mut prefill, mut decode) = (0.0f64, 0.0f64);

@@ -45,6 +45,11 @@ pub enum ShmError {
     Io(#[from] io::Error),
 }
 
+/// True when the stream's other end was opened by a process of this process's user.
+pub fn same_user(stream: &UnixStream) -> bool {
+    stream.peer_cred().is_ok_and(|peer| peer.uid() == rustix::process::geteuid().as_raw())
+}
+
 /// P's half: one message per rank, with its pool's descriptor.
 ///
 /// # Errors

@@ -68,6 +68,15 @@ impl ShmSource {
     /// # Errors
     /// When the channel has such a stream already, or the stream cannot be watched.
     pub fn attach(&self, channel: Channel, stream: UnixStream) -> io::Result<()> {
+        self.attach_after(channel, stream, Vec::new())
+    }
+
+    /// As [`ShmSource::attach`], with the last bytes of the handshake: the decode worker gets them when the channel's
+    /// pieces go by shared memory already.
+    ///
+    /// # Errors
+    /// As `attach`.
+    pub fn attach_after(&self, channel: Channel, stream: UnixStream, last_bytes: Vec<u8>) -> io::Result<()> {
         let process = {
             let _runtime = self.0.runtime.enter();
             peer_process(&stream).map(watch).transpose()?
@@ -78,7 +87,7 @@ impl ShmSource {
         let bell = Arc::new(Notify::new());
         lock(&self.0.shared.bells).insert(channel, Arc::clone(&bell));
         let lane =
-            Lane { channel, stream, process, outbox: Vec::new(), inbox: Vec::new(), speaking: true, hearing: true };
+            Lane { channel, stream, process, outbox: last_bytes, inbox: Vec::new(), speaking: true, hearing: true };
         self.0.runtime.spawn(lane.run(Arc::clone(&self.0.shared), bell));
         Ok(())
     }
@@ -159,7 +168,7 @@ struct Lane {
     channel: Channel,
     stream: UnixStream,
     process: Option<AsyncFd<OwnedFd>>,
-    /// Announced posts that the socket has not taken.
+    /// The handshake's last bytes, then announced posts, that the socket has not taken.
     outbox: Vec<u8>,
     /// Bytes that are no whole answer yet.
     inbox: Vec<u8>,

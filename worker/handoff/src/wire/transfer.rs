@@ -47,6 +47,8 @@ pub enum Path {
         why: Option<&'static str>,
     },
     Shm {
+        /// P's socket.
+        socket: String,
         /// Without it there is no channel.
         required: bool,
     },
@@ -78,7 +80,7 @@ impl Path {
             None
         };
         match obstacle {
-            None => Ok(Path::Shm { required }),
+            None => Ok(Path::Shm { socket: prefill.socket.clone(), required }),
             Some(why) if required => Err(format!(
                 "{why}, which --disaggregation-transfer-backend shm demands; with auto the pages go by tcp"
             )),
@@ -124,7 +126,7 @@ mod tests {
             (Backend::Shm, Backend::Auto, true),
             (Backend::Shm, Backend::Shm, true),
         ] {
-            assert_eq!(on(p, d), Ok(Path::Shm { required }), "{p:?} {d:?}");
+            assert_eq!(on(p, d), Ok(Path::Shm { socket: "s".into(), required }), "{p:?} {d:?}");
         }
         for (p, d) in [(Backend::Tcp, Backend::Auto), (Backend::Auto, Backend::Tcp), (Backend::Tcp, Backend::Tcp)] {
             assert_eq!(on(p, d), Ok(Path::Tcp { why: None }), "{p:?} {d:?}");
