@@ -1,6 +1,6 @@
 //! The TCP backend as the suite sees it: both ends over loopback, with a relay between them that can hold, meter and cut.
 
-use std::sync::Arc;
+use std::{net::TcpListener, sync::Arc};
 
 use tandem_fabric::{
     Waker,
@@ -9,7 +9,7 @@ use tandem_fabric::{
 };
 use tandem_handoff::{ids::Channel, layout::PoolShape};
 use tokio::{
-    net::{TcpListener, TcpStream},
+    net::TcpStream,
     runtime::{Builder, Runtime},
     task::JoinHandle,
 };
@@ -48,9 +48,9 @@ impl Backend for Tcp {
     }
 
     fn pair(&self, prefill: PoolShape, decode: PoolShape, waker: Waker) -> Result<Ends, Failure> {
-        let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build().map_err(no("runtime"))?;
-        let (source, prefill_end) = source_end(&runtime, prefill, &waker)?;
-        let (sink, decode_end) = sink_end(&runtime, decode, &waker)?;
+        let runtimes = [runtime()?, runtime()?];
+        let (source, prefill_end) = source_end(&runtimes[0], prefill, &waker)?;
+        let (sink, decode_end) = sink_end(&runtimes[1], decode, &waker)?;
         let link = TcpLink {
             direct: self.direct,
             prefill,
@@ -60,7 +60,7 @@ impl Backend for Tcp {
             gate: Arc::default(),
             relays: Vec::new(),
             waker,
-            runtime,
+            runtimes,
         };
         Ok(Ends { prefill: prefill_end, decode: decode_end, link: Box::new(link) })
     }
@@ -76,21 +76,25 @@ struct TcpLink {
     gate: Arc<Gate>,
     relays: Vec<JoinHandle<()>>,
     waker: Waker,
-    runtime: Runtime,
+    /// P's and D's, since the two are different processes.
+    runtimes: [Runtime; 2],
 }
 
 impl Link for TcpLink {
     fn open(&mut self, channel: Channel) -> Result<(), Failure> {
         for rank in 0..self.decode.tp {
-            let (at_p, near) = self.runtime.block_on(connected()).map_err(no("loopback connection"))?;
-            self.source.attach(channel, rank, at_p);
+            let [p, d] = &self.runtimes;
             if self.direct {
-                self.sink.attach(channel, rank, near);
+                let (at_p, at_d) = connected(p, d).map_err(no("loopback connection"))?;
+                self.source.attach(channel, rank, at_p);
+                self.sink.attach(channel, rank, at_d);
                 continue;
             }
-            let (far, at_d) = self.runtime.block_on(connected()).map_err(no("loopback connection"))?;
+            let (at_p, near) = connected(p, p).map_err(no("loopback connection"))?;
+            let (far, at_d) = connected(p, d).map_err(no("loopback connection"))?;
+            self.source.attach(channel, rank, at_p);
             self.sink.attach(channel, rank, at_d);
-            self.relays.push(self.runtime.spawn(relay(Arc::clone(&self.gate), Arc::default(), near, far)));
+            self.relays.push(p.spawn(relay(Arc::clone(&self.gate), Arc::default(), near, far)));
         }
         Ok(())
     }
@@ -106,13 +110,13 @@ impl Link for TcpLink {
     }
 
     fn restart_prefill(&mut self) -> Result<SourceEnd, Failure> {
-        let (source, end) = source_end(&self.runtime, self.prefill, &self.waker)?;
+        let (source, end) = source_end(&self.runtimes[0], self.prefill, &self.waker)?;
         self.source = source;
         Ok(end)
     }
 
     fn restart_decode(&mut self) -> Result<SinkEnd, Failure> {
-        let (sink, end) = sink_end(&self.runtime, self.decode, &self.waker)?;
+        let (sink, end) = sink_end(&self.runtimes[1], self.decode, &self.waker)?;
         self.sink = sink;
         Ok(end)
     }
@@ -134,12 +138,20 @@ fn pools(shape: &PoolShape) -> Result<Vec<Arc<PoolMemory>>, Failure> {
     (0..shape.tp).map(|_| PoolMemory::new(shape.pool_bytes()).map(Arc::new).map_err(no("memory"))).collect()
 }
 
-async fn connected() -> std::io::Result<(TcpStream, TcpStream)> {
-    let listener = TcpListener::bind("127.0.0.1:0").await?;
-    let address = listener.local_addr()?;
-    let (dialled, accepted) = tokio::join!(TcpStream::connect(address), listener.accept());
-    let (dialled, accepted) = (dialled?, accepted?.0);
-    dialled.set_nodelay(true)?;
-    accepted.set_nodelay(true)?;
-    Ok((dialled, accepted))
+fn runtime() -> Result<Runtime, Failure> {
+    Builder::new_multi_thread().worker_threads(1).enable_all().build().map_err(no("runtime"))
+}
+
+/// Two ends of a connection, each served by its own runtime.
+fn connected(near: &Runtime, far: &Runtime) -> std::io::Result<(TcpStream, TcpStream)> {
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let dialled = std::net::TcpStream::connect(listener.local_addr()?)?;
+    let accepted = listener.accept()?.0;
+    let serve = |runtime: &Runtime, stream: std::net::TcpStream| {
+        stream.set_nodelay(true)?;
+        stream.set_nonblocking(true)?;
+        let _in_runtime = runtime.enter();
+        TcpStream::from_std(stream)
+    };
+    Ok((serve(near, dialled)?, serve(far, accepted)?))
 }

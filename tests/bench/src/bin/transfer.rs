@@ -1,5 +1,6 @@
 //! `transfer [MIB]`: what our backends move per second beside what the machine can do, block size by block size. One
-//! line of JSON per size, the best of several rounds that take turns.
+//! line of JSON per size: bytes per second, the best of several rounds that take turns, and the mean processor time of
+//! two ways.
 //!
 //! - `raw`: the baseline of tcp. Two threads and a plain loopback socket: one write call per block out of a pool, one
 //!   blocking read after the other into the block's place in another pool. The same copies as ours: user to kernel,
@@ -44,20 +45,39 @@ fn compare(bytes: usize, block: usize) -> Result<(), Failure> {
     let mut raw = Raw::new(bytes, block).map_err(|error| Failure::new(format!("no raw sockets: {error}")))?;
     let mut tcp = Ours::new(&Tcp::direct(), bytes, block)?;
     let mut shm = Ours::new(&Shm::direct(), bytes, block)?;
-    let mut best = [0.0f64; 5];
+    let (mut best, mut cpu) = ([0.0f64; 5], [0.0f64; 5]);
     for _ in 0..ROUNDS {
-        let times = [raw.copy(true), raw.copy(false), raw.memcpy(), tcp.copy()?, shm.copy()?];
-        for (best, time) in best.iter_mut().zip(times) {
-            *best = best.max(bytes as f64 / time.as_secs_f64());
+        for way in 0..5 {
+            let before = cpu_s();
+            let took = match way {
+                0 => raw.copy(true),
+                1 => raw.copy(false),
+                2 => raw.memcpy(),
+                3 => tcp.copy()?,
+                _ => shm.copy()?,
+            };
+            best[way] = best[way].max(bytes as f64 / took.as_secs_f64());
+            cpu[way] += (cpu_s() - before) / (ROUNDS * bytes) as f64 * 1e9;
         }
     }
     tcp.compare()?;
     shm.compare()?;
     let [copied, discarded, memcpy, tcp, shm] = best;
     println!(
-        "{{\"block\":{block},\"raw\":{copied:.0},\"raw_discard\":{discarded:.0},\"memcpy\":{memcpy:.0},\"tcp\":{tcp:.0},\"shm\":{shm:.0}}}"
+        "{{\"block\":{block},\"raw\":{copied:.0},\"raw_discard\":{discarded:.0},\"memcpy\":{memcpy:.0},\
+         \"tcp\":{tcp:.0},\"shm\":{shm:.0},\"raw_cpu_s_per_gb\":{:.3},\"tcp_cpu_s_per_gb\":{:.3}}}",
+        cpu[0], cpu[3]
     );
     Ok(())
+}
+
+/// Processor time that this process has used: on a busy machine it says more than the time that passed. Linux counts in
+/// hundredths of a second.
+fn cpu_s() -> f64 {
+    let text = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
+    let after_name = text.rsplit(')').next().unwrap_or_default();
+    let ticks = after_name.split_whitespace().skip(11).take(2).filter_map(|field| field.parse::<f64>().ok());
+    ticks.sum::<f64>() / 100.0
 }
 
 /// Plain sockets and plain memory.
