@@ -16,7 +16,7 @@ pub struct Limits {
     pub held_reserves_max: usize,
     /// P: rooms that ended before their other half came.
     pub tombstones_max: usize,
-    /// Channels at once.
+    /// Channels at once, and on D also names of prefill workers that are remembered.
     pub channels_max: usize,
     /// A fault for the simulator to find; none in any other build.
     pub planted: Planted,

@@ -13,11 +13,14 @@ use crate::{
     limits::Limits,
     sink::{Sink, SinkEffect, SinkFact},
     source::{Piece, Settlement, Source, SourceEffect, SourceFact},
+    state::AttemptState,
     ticket::Ticket,
     wire::{FirstToken, Frame},
 };
 
+mod bounds;
 mod stories;
+mod verify;
 
 const PROMPT: [u32; 6] = [11, 12, 13, 14, 15, 16];
 
@@ -30,6 +33,11 @@ struct Pair {
     to_d: VecDeque<Frame>,
     posted: VecDeque<(Attempt, Piece)>,
     revoked: Vec<Attempt>,
+    /// Open questions for checksums, with what P says they are.
+    verifies: Vec<(Attempt, Vec<u32>)>,
+    /// What P was told of attempts that D reads no more.
+    peer_settled: Vec<Attempt>,
+    closed: Vec<Channel>,
     p_facts: Vec<SourceFact>,
     d_facts: Vec<SinkFact>,
 }
@@ -70,6 +78,9 @@ impl Pair {
             to_d: VecDeque::new(),
             posted: VecDeque::new(),
             revoked: Vec::new(),
+            verifies: Vec::new(),
+            peer_settled: Vec::new(),
+            closed: Vec::new(),
             p_facts: Vec::new(),
             d_facts: Vec::new(),
         };
@@ -175,16 +186,17 @@ impl Pair {
                     self.posted.extend(pieces.into_iter().map(|piece| (attempt, piece)));
                 }
                 SourceEffect::Fact(fact) => self.p_facts.push(fact),
-                SourceEffect::Send { .. }
-                | SourceEffect::Stop { .. }
-                | SourceEffect::PeerSettled { .. }
-                | SourceEffect::CloseChannel { .. } => {}
+                SourceEffect::PeerSettled { attempt } => self.peer_settled.push(attempt),
+                SourceEffect::CloseChannel { channel, .. } => self.closed.push(channel),
+                SourceEffect::Send { .. } | SourceEffect::Stop { .. } => {}
             }
         }
         for effect in self.sink.effects() {
             match effect {
                 SinkEffect::Send { channel, frame } if self.channel == Some(channel) => self.to_p.push_back(frame),
                 SinkEffect::Revoke { attempt } => self.revoked.push(attempt),
+                SinkEffect::Verify { attempt, checksums, .. } => self.verifies.push((attempt, checksums)),
+                SinkEffect::CloseChannel { channel, .. } => self.closed.push(channel),
                 SinkEffect::Fact(fact) => self.d_facts.push(fact),
                 _ => {}
             }

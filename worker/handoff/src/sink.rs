@@ -294,7 +294,18 @@ impl Sink {
             self.effects.push(SinkEffect::CloseChannel { channel: old, why: why.into() });
             self.channel_down(now, old, why);
         }
-        self.by_address.insert(address.clone(), channel);
+        let open = self.channels.len();
+        if open >= self.limits.channels_max && !self.channels.contains_key(&channel) {
+            let why = format!("{open} channels to prefill workers are open, the limit of this decode worker");
+            self.effects.push(SinkEffect::CloseChannel { channel, why: why.clone() });
+            let cause = Cause::new(Side::Decode, CauseKind::Unavailable, format!("{why}; a retry elsewhere is safe"));
+            self.dial_failed(now, &address, cause);
+            return;
+        }
+        if self.by_address.len() < self.limits.channels_max || self.by_address.contains_key(&address) {
+            // Over the limit a further name of a known worker is not remembered, and dialled again by each request.
+            self.by_address.insert(address.clone(), channel);
+        }
         self.channels.entry(channel).or_insert(Peer { address: address.clone(), shape });
         for id in self.dialling_to(&address) {
             self.offer(channel, id);

@@ -284,6 +284,10 @@ impl Source {
                 self.channel_down(now, old, why);
             }
         }
+        if self.peers.contains_key(&channel) {
+            // A channel is registered once: its numbers go on growing from where they are (H3).
+            return;
+        }
         if self.peers.len() >= self.limits.channels_max {
             let why = format!("{} channels are open, the limit of this prefill worker", self.peers.len());
             self.effects.push(SourceEffect::CloseChannel { channel, why });
