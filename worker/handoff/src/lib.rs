@@ -1,37 +1,47 @@
-//! Both sides of the KV handoff protocol. *Pure*: no I/O, no clock, no threads, no unsafe.
+//! Both sides of the KV handoff protocol. *Pure*: no I/O, no clock, no threads, no randomness, no unsafe; the crate's
+//! `clippy.toml` and `tests/purity.rs` see to that.
 //!
 //! A prefill worker P computes a prompt's KV pages and pushes them into pages that a decode worker D has offered.
 //! [`source`] is P's machine, [`sink`] is D's. Both take calls of their engine, frames of the peer, facts of the fabric
 //! and the time, and give back effects. Drivers do what the effects say and know nothing else.
 //!
 //! ```text
-//!  P, per request (source)                         D, per request (sink)
+//!  P, per request (source)                          D, per request (sink)
 //!
-//!        request                                          reserve
-//!           |                                                |
-//!           v        deadline, cancel                        v       dial failed, deadline, cancel
-//!      +---------+ ----------------> Failed, Quiet      +----------+ ----------> Failed, Quiet (never shown)
-//!      | Waiting |  (tombstone for the late Reserve)    | Dialling |
-//!      +---------+                                      +----------+
-//!           | Reserve (before or after the request;          | channel up: Expect, then Reserve
-//!           | prompts, held prefix and pages agree)          v
-//!           v  -> Reserved                              +---------+  every piece landed and Done
-//!      +---------+   deadline, cancel, Abort,           | Offered | ------------------------> Committed
-//!      |  Open   | --- channel lost, post failed --+    +---------+                   (proof: landed)
-//!      +---------+                                 |         | Failed, deadline, cancel, channel lost
-//!       | ^  | chunk_written: Post                 |         v  -> Failed; Abort if P does not know; Revoke
-//!       | +--+                                     |    +----------+  fabric reports quiet
-//!       v finish: Post, Done                       |    | Draining | ------------------------> Quiet
-//!      +---------+                                 |    +----------+                   (proof: quiet)
-//!      | Pushed  | ------------- as above ------+  |      | ^ drain deadline: quarantined, channel closed,
-//!      +---------+                              |  |      +-+ fence again; never freed by time
-//!           | all posts settled                 v  v
-//!           v                               +----------+
-//!       Delivered, Quiet                    | Draining |  Stop unless Done is out; all posts settled -> Quiet,
-//!                                           +----------+  Drained to D unless poisoned or the channel is gone
+//!        request                                           reserve: pages for what D does not hold
+//!           |                                                 |
+//!           v        deadline, cancel                         v       dial failed, deadline, cancel
+//!      +---------+ ----------------> Failed, Quiet       +----------+ ----------> Failed, Quiet (never shown)
+//!      | Waiting |  (tombstone for the late Reserve)     | Dialling |
+//!      +---------+                                       +----------+
+//!           | Reserve (before or after the request;           | channel up: Expect, then Reserve
+//!           | prompts, held prefix and pages agree)           v
+//!           v  -> Reserved                               +---------+ every piece of the set landed, and Done
+//!      +---------+   deadline, cancel, Abort,            | Offered | ------------+
+//!      |  Open   | --- channel lost, post failed --+     +---------+             v checksums asked for: Verify
+//!      +---------+                                 |          |           +-----------+
+//!       | ^  | chunk_written: Post                 |          |           | Verifying | they agree, or none were asked
+//!       | +--+                                     |          |           +-----------+ for -> Release, Committed
+//!       v finish: Post, Done                       |          | Failed,         |                  (proof: landed)
+//!      +---------+                                 |          | deadline,       | as Offered, or they differ
+//!      | Pushed  | ------------- as above ------+  |          | cancel,         |
+//!      +---------+                              |  |          | channel lost    |
+//!           | all posts settled                 v  v          v                 v  -> Failed; Abort unless P knows; Revoke
+//!           v                               +----------+ +---------------------------+
+//!       Delivered, Quiet                    | Draining | |         Draining          | fabric reports quiet
+//!                                           +----------+ +---------------------------+ -> Settled to P, Quiet
+//!        Stop unless Done is out;             | ^   |      | ^ drain deadline: Quarantined,            (proof: quiet)
+//!        Settled of D goes to the fabric      | |   |      +-+ channel closed, revoked again;
+//!        drain deadline: Quarantined,         +-+   |          never freed by time
+//!        channel closed; never freed by time        v
+//!                       all posts settled -> Quiet, and Drained to D unless poisoned or the channel is gone
 //!
-//!  P, per room: free -> Request | Held Reserve | Tombstone -> free. Each second live use is refused by name.
+//!  P, per room: free -> Request | Held Reserve | Tombstone -> free. Each second live use is refused by name, and a
+//!  tombstone is consumed by the first request or Reserve that meets it. A room is free again when its attempt is quiet.
 //! ```
+//!
+//! Every table is bounded: requests and attempts by the engine, which owns their pages; Reserves without request,
+//! tombstones, channels and the names of prefill workers by [`limits::Limits`].
 //!
 //! The invariants, which code and tests name:
 //!
@@ -41,9 +51,10 @@
 //! - **H2** A page whose address a peer has seen returns to the free list only by spending a [`fence::FenceProof`] of
 //!   that attempt.
 //! - **H3** Frames, completions and immediates of another attempt, session or incarnation change nothing.
-//! - **H4** Decode reads nothing before each piece of the set landed, Done came, and the pages are visible to its device.
-//!   A failure recorded before D's commit wins.
-//! - **H5** Source pages stay unchanged and unfreed until each write that names them has settled.
+//! - **H4** Decode reads nothing before each piece of the set landed, Done came, the pages are visible to its device, and
+//!   their checksums, where they are asked for, agree. A failure recorded before D's commit wins.
+//! - **H5** Source pages stay unchanged and unfreed until each write that names them has settled; where D copies, that is
+//!   when D says Settled or its process is gone.
 //! - **H6** Each non-terminal state has a deadline, and every deadline leads towards an end. Monotonic time only.
 //! - **H7** Each attempt ends once: delivered, refused or aborted; the client gets exactly one outcome, never an empty
 //!   success.
