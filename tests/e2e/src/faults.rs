@@ -14,6 +14,7 @@ use crate::proxy::{Line, Way};
 pub const HEARTBEATS: &str = "--heartbeat-interval-ms 150 --heartbeat-max-failure 2";
 /// A proxy sees what goes over sockets only.
 pub const OVER_TCP: &str = "--disaggregation-transfer-backend tcp";
+pub const OVER_SHM: &str = "--disaggregation-transfer-backend shm";
 /// Shorter than the silence that loses a peer.
 const PAUSE_SHORT: Duration = Duration::from_millis(60);
 /// Longer.

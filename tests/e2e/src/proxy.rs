@@ -26,7 +26,8 @@ const READ_BYTES: usize = 16 << 10;
 const SEGMENT_BYTES: u32 = 500;
 const WINDOW_BYTES: u32 = 4 << 10;
 
-/// The header of a piece on a data stream, and where in it the number of bytes that follow stands.
+/// The header of a piece on a data stream: how it begins, its length, and where in it the number of bytes that follow stands.
+const PIECE_MAGIC: &[u8] = b"TKV1";
 const PIECE_HEADER_BYTES: usize = 48;
 const PIECE_LENGTH_AT: usize = 40;
 
@@ -257,9 +258,7 @@ impl Pump<'_> {
 /// Follows the frames of a data stream, so that it can falsify pieces and leave their headers alone.
 #[derive(Default)]
 struct Falsifier {
-    /// The answer to the upgrade comes before the first frame.
-    head: Vec<u8>,
-    upgraded: bool,
+    /// What has come of a header.
     header: Vec<u8>,
     piece_rest: u64,
     piece_at: u64,
@@ -268,11 +267,14 @@ struct Falsifier {
 impl Falsifier {
     fn pass(&mut self, bytes: &mut [u8], falsifies: bool) {
         for byte in bytes {
-            if !self.upgraded {
-                self.head.push(*byte);
-                self.upgraded = self.head.ends_with(b"\r\n\r\n");
-            } else if self.piece_rest == 0 {
+            if self.piece_rest == 0 {
                 self.header.push(*byte);
+                // What comes before the first piece, the upgrade and the handshake, is passed over.
+                let begun = self.header.len().min(PIECE_MAGIC.len());
+                if self.header[..begun] != PIECE_MAGIC[..begun] {
+                    self.header.clear();
+                    self.header.extend((*byte == PIECE_MAGIC[0]).then_some(*byte));
+                }
                 if self.header.len() == PIECE_HEADER_BYTES {
                     let length = &self.header[PIECE_LENGTH_AT..];
                     self.piece_rest = u64::from_le_bytes(length.try_into().expect("eight bytes"));
@@ -379,15 +381,16 @@ mod tests {
     #[test]
     fn only_pieces_are_falsified() {
         let mut header = [1u8; PIECE_HEADER_BYTES];
+        header[..PIECE_MAGIC.len()].copy_from_slice(PIECE_MAGIC);
         header[PIECE_LENGTH_AT..].copy_from_slice(&4u64.to_le_bytes());
-        let sound: Vec<u8> = [b"HTTP/1.1 101\r\n\r\n", &header[..], &[5; 4], &header[..], &[6; 4]].concat();
+        let sound: Vec<u8> = [b"HTTP/1.1 101\r\nT\r\nT", &header[..], &[5; 4], &header[..], &[6; 4]].concat();
         let mut bytes = sound.clone();
         let mut falsifier = Falsifier::default();
         for chunk in bytes.chunks_mut(7) {
             falsifier.pass(chunk, true);
         }
         let changed: Vec<usize> = (0..sound.len()).filter(|&at| sound[at] != bytes[at]).collect();
-        let first = 16 + PIECE_HEADER_BYTES;
+        let first = 18 + PIECE_HEADER_BYTES;
         let second = first + 4 + PIECE_HEADER_BYTES;
         assert_eq!(changed, [first + 1, first + 3, second + 1, second + 3]);
     }

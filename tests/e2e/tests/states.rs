@@ -106,7 +106,6 @@ fn impossible(moment: Moment, fault: Fault) -> Option<&'static str> {
         (PrefillQuarantined | DecodeQuarantined, _) => {
             Some("over TCP quiet is proven at once: P's kernel has copied, D's reader gives its borrow back")
         }
-        (DecodeVerifying, _) => Some("no checksums are asked for"),
         (PrefillDraining | DecodeDraining, ClientLeaves) => Some("the attempt drains because its client has left"),
         _ => None,
     }
@@ -174,6 +173,7 @@ impl Lane {
         let options = FleetOptions::pd(1, 1)
             .proxied()
             .worker_args(&format!("{SLOW} {OVER_TCP} {HEARTBEATS} {DEADLINES} {LOG_LEVEL}"))
+            .decode_args("--enable-kv-checksum")
             .gateway_args(PROBES);
         let fleet = Fleet::start(&format!("states-{number}"), options).await;
         let aim = Aim::at(&fleet, 0, 0);
