@@ -28,6 +28,10 @@ lint:
 deny:
     cargo deny check
 
+# A long run of a fuzz target: just fuzz handoff 600 (frames, greetings, tickets, streams, gguf, safetensors, handoff)
+fuzz target *arguments:
+    cargo run --release --locked --bin tandem-fuzz -- {{target}} {{arguments}}
+
 # A whole fleet under a virtual clock, seed by seed: just sim 20000, just sim 1 --replay 17
 sim seeds *arguments:
     cargo run --release --locked -p tandem-sim --bin tandem-sim -- --seeds {{seeds}} {{arguments}}

@@ -32,10 +32,10 @@ mod pair;
 mod probe;
 mod proxy;
 mod reply;
-mod request;
+pub mod request;
 mod server;
 mod stream;
-mod ticket;
+pub mod ticket;
 
 use std::io::{IsTerminal as _, Write as _};
 

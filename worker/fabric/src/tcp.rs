@@ -17,7 +17,7 @@
 //!   whose Done is out.
 
 mod batch;
-mod frame;
+pub mod frame;
 mod sink;
 mod source;
 

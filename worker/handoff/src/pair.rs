@@ -19,12 +19,15 @@ use crate::{
 };
 
 mod bounds;
+mod faults;
 mod stories;
 mod verify;
 
 const PROMPT: [u32; 6] = [11, 12, 13, 14, 15, 16];
 
 struct Pair {
+    /// The pools of P and of D.
+    shapes: [PoolShape; 2],
     now: Time,
     source: Source,
     sink: Sink,
@@ -69,10 +72,15 @@ fn user() -> Cause {
 impl Pair {
     /// A pair with an open channel.
     fn new() -> Self {
+        Self::between(shape(), shape())
+    }
+
+    fn between(p: PoolShape, d: PoolShape) -> Self {
         let mut pair = Self {
+            shapes: [p, d],
             now: Time(0),
-            source: Source::new(shape(), limits()),
-            sink: Sink::new(shape(), limits()),
+            source: Source::new(p, limits()),
+            sink: Sink::new(d, limits()),
             channel: None,
             to_p: VecDeque::new(),
             to_d: VecDeque::new(),
@@ -93,8 +101,9 @@ impl Pair {
         self.channel = Some(channel);
         self.to_p.clear();
         self.to_d.clear();
-        self.source.channel_up(self.now, channel, shape());
-        self.sink.channel_up(self.now, ticket(0).address(), channel, shape());
+        let [p, d] = self.shapes;
+        self.source.channel_up(self.now, channel, d);
+        self.sink.channel_up(self.now, ticket(0).address(), channel, p);
         self.act();
     }
 

@@ -27,10 +27,12 @@ use crate::{
     request::{SampleErrorKind, SeqId},
 };
 
+mod faults;
 mod transfer;
 
 /// What each story is told over: the pages go by TCP, or by shared memory.
 const BACKENDS: [Backend; 2] = [Backend::Tcp, Backend::Shm];
+
 /// Nothing here takes longer, unless it hangs.
 const LIMIT: Duration = Duration::from_secs(20);
 const PROMPT: [u32; 10] = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14];

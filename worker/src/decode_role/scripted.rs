@@ -17,7 +17,7 @@ use tandem_handoff::{
 };
 
 use super::DecodeRole;
-use crate::bootstrap::{ControlEvent, ControlPlane};
+use crate::bootstrap::{ControlEvent, ControlPlane, stats::HandoffStats};
 
 #[derive(Default)]
 struct State {
@@ -37,10 +37,15 @@ const CHANNEL: Channel = Channel { prefill: Incarnation(1), decode: Incarnation(
 
 /// A role whose dials succeed at once.
 pub fn decode_role(shape: PoolShape, limits: Limits) -> (DecodeRole, DecodeScript) {
+    counted(shape, limits, Arc::default())
+}
+
+/// As [`decode_role`], with counters that the test reads.
+pub fn counted(shape: PoolShape, limits: Limits, stats: Arc<HandoffStats>) -> (DecodeRole, DecodeScript) {
     let script = DecodeScript::default();
     let sink = Sink::new(shape, limits);
     let control = ScriptedControl { script: script.clone(), shape };
-    let role = DecodeRole::over(sink, Box::new(script.clone()), Box::new(control), Arc::default(), 1);
+    let role = DecodeRole::over(sink, Box::new(script.clone()), Box::new(control), stats, 1);
     (role, script)
 }
 

@@ -28,16 +28,20 @@ pub(crate) struct ToyState {
     pub nan_next: bool,
 }
 
+/// Runs when a step was launched and has not yet read a page.
+type OnStep = Box<dyn FnMut() + Send>;
+
 #[derive(Clone)]
 pub(crate) struct Toy {
     pub state: Arc<Mutex<ToyState>>,
+    pub on_step: Arc<Mutex<Option<OnStep>>>,
     page_size: usize,
 }
 
 impl Toy {
     pub fn new(pages: usize, page_size: usize) -> Self {
         let state = ToyState { kv: vec![0; pages * page_size], ..ToyState::default() };
-        Self { state: Arc::new(Mutex::new(state)), page_size }
+        Self { state: Arc::new(Mutex::new(state)), on_step: Arc::default(), page_size }
     }
 
     /// The KV of `page`.
@@ -69,6 +73,9 @@ fn row(history: impl Iterator<Item = u32>) -> impl Iterator<Item = f32> {
 
 impl Backend for Toy {
     fn step(&mut self, slices: &[Slice<'_>], logits: &mut Vec<f32>) -> Result<(), BackendError> {
+        if let Some(on_step) = &mut *self.on_step.lock().unwrap() {
+            on_step();
+        }
         let mut state = self.state.lock().unwrap();
         state.steps.push(slices.iter().map(|slice| (slice.start, slice.tokens.len())).collect());
         if let Some(message) = state.fail_next.take() {

@@ -32,6 +32,8 @@ struct Scripted {
     aborted: Mutex<Vec<String>>,
     /// Streams that exist.
     open: Arc<AtomicUsize>,
+    /// How long the engine's present step has been going on.
+    step_age: Mutex<Duration>,
 }
 
 struct Open(Arc<AtomicUsize>);
@@ -74,7 +76,7 @@ impl EnginePort for Scripted {
     }
 
     fn last_step_age(&self) -> Duration {
-        Duration::ZERO
+        *self.step_age.lock().unwrap()
     }
 }
 
@@ -169,6 +171,7 @@ impl Bench {
             seen: Mutex::default(),
             aborted: Mutex::default(),
             open: Arc::default(),
+            step_age: Mutex::default(),
         });
         let app = App {
             engine: engine.clone(),
@@ -534,6 +537,18 @@ async fn operators_get_their_answers() {
     assert_eq!(bench.post("/flush_cache", json!({})).await.0, 200);
     assert_eq!(bench.post("/abort_request", json!({"rid": "r"})).await.0, 200);
     assert_eq!(*bench.engine.aborted.lock().unwrap(), ["r"]);
+}
+
+#[tokio::test]
+async fn a_worker_without_a_peer_is_healthy_and_one_whose_step_hangs_is_not() {
+    for role in [Role::Prefill, Role::Decode, Role::Null] {
+        let bench = Bench::new(role, says_ab);
+        assert_eq!(bench.get("/health").await.0, 200, "{role:?} alone");
+        *bench.engine.step_age.lock().unwrap() = Duration::from_secs(121);
+        let (status, error) = bench.get("/health").await;
+        assert_eq!(status, 503);
+        assert!(error["error"]["message"].as_str().unwrap().contains("step has been going on for 121 s"), "{error}");
+    }
 }
 
 #[tokio::test]

@@ -14,7 +14,7 @@ use tandem_handoff::{
 };
 
 use super::PrefillRole;
-use crate::bootstrap::{ControlEvent, ControlPlane};
+use crate::bootstrap::{ControlEvent, ControlPlane, stats::HandoffStats};
 
 #[derive(Default)]
 struct State {
@@ -38,10 +38,15 @@ const CHANNEL: Channel = Channel { prefill: Incarnation(1), decode: Incarnation(
 
 /// A role with one open channel to a decode worker of the same shape.
 pub fn prefill_role(shape: PoolShape, limits: Limits) -> (PrefillRole, PrefillScript) {
+    counted(shape, limits, Arc::default())
+}
+
+/// As [`prefill_role`], with counters that the test reads.
+pub fn counted(shape: PoolShape, limits: Limits, stats: Arc<HandoffStats>) -> (PrefillRole, PrefillScript) {
     let script = PrefillScript::default();
     script.with(|state| state.events.push(ControlEvent::Up { channel: CHANNEL, address: None, shape }));
     let source = Source::new(shape, limits);
-    let role = PrefillRole::over(source, Box::new(script.clone()), Box::new(script.clone()), Arc::default());
+    let role = PrefillRole::over(source, Box::new(script.clone()), Box::new(script.clone()), stats);
     (role, script)
 }
 

@@ -2,11 +2,13 @@
 
 use tandem_handoff::ids::{Attempt, Incarnation, SessionId};
 
-pub(super) const HEADER_BYTES: usize = 48;
+/// Bytes of an encoded header.
+pub const HEADER_BYTES: usize = 48;
 const MAGIC: u32 = u32::from_le_bytes(*b"TKV1");
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Header {
+/// What a piece is, in front of its bytes.
+pub struct Header {
     pub attempt: Attempt,
     pub piece: u32,
     /// Bytes of the piece that follow.

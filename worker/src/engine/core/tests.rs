@@ -4,3 +4,4 @@ mod faults;
 mod mixed;
 mod pair;
 mod quarantine;
+mod roles;

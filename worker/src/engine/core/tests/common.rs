@@ -104,11 +104,15 @@ impl Bench {
         self.now = Time(self.now.0 + 1000);
         let turn = self.core.turn(self.now, mail);
         self.core.scheduler.check();
-        for (id, stream) in &mut self.streams {
+        let said = &mut self.said;
+        self.streams.retain(|id, stream| {
+            let mut open = true;
             while let Ok(event) = stream.try_recv() {
-                self.said.entry(*id).or_default().push(event);
+                open = !matches!(event, SampleEvent::Finished { .. } | SampleEvent::Failed(_));
+                said.entry(*id).or_default().push(event);
             }
-        }
+            open
+        });
         turn
     }
 

@@ -48,6 +48,27 @@ fn the_newest_is_preempted_and_returns_before_newer_ones() {
 }
 
 #[test]
+fn aborting_a_retracted_request_leaks_nothing_and_helps_the_others() {
+    let mut bench = Bench::null(SMALL);
+    let mut long = request(&[1, 2, 3, 4, 5], 16);
+    long.sampling.ignore_eos = true;
+    let named = |rid: &str| SampleRequest { rid: rid.into(), ..long.clone() };
+    let ids = [bench.submit(&named("a")), bench.submit(&named("b"))];
+    while bench.core.loads().retracted == 0 {
+        bench.turn(Mail::default());
+    }
+    bench.abort("b");
+    let loads = bench.core.loads();
+    assert_eq!((loads.retracted, loads.waiting, loads.aborted_total), (0, 0, 1));
+    bench.until_idle();
+    assert_eq!(bench.said[&ids[0]], alone(SMALL, &long));
+    assert!(
+        matches!(bench.said[&ids[1]].last(), Some(SampleEvent::Failed(error)) if error.kind == SampleErrorKind::Aborted)
+    );
+    bench.assert_all_free();
+}
+
+#[test]
 fn an_answer_ends_where_the_context_or_the_pool_does() {
     let mut bench = Bench::null(SMALL);
     let mut endless = request(&[5; 20], 1000);

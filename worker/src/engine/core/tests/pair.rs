@@ -24,13 +24,16 @@ use super::{
     mixed::any_request,
 };
 use crate::{
+    bootstrap::sample_error,
     config::Role,
     decode_role::{DecodeFact, DecodeHandoff, DecodeQueues},
     engine::{core::Turn, inbox::Mail, thread::RoleDriver, toy::Toy},
     kv::sums::{Checksums, PageSums},
     prefill_role::{PrefillFact, PrefillHandoff, PrefillQueues},
-    request::{FinishReason, SampleError, SampleErrorKind, SampleEvent, SampleRequest, SeqId},
+    request::{FinishReason, SampleErrorKind, SampleEvent, SampleRequest, SeqId},
 };
+
+mod faults;
 
 const PREFILL: Shape = Shape { pages: 9, page_size: 4, chunk: 4, running: 3, context: 24, reserved_decode: 0 };
 const DECODE: Shape = Shape { pages: 8, page_size: 4, chunk: 4, running: 4, context: 24, reserved_decode: 4 };
@@ -55,6 +58,8 @@ struct Wire {
     pools: Option<(Toy, Toy)>,
     /// The next page changes on its way.
     damage_next: bool,
+    /// Pages of P's pool and of D's.
+    pages: (u32, u32),
 }
 
 struct ToySums(Toy);
@@ -78,7 +83,7 @@ impl Wire {
     /// What the prefill role computes where D asks for it.
     fn source_sums(&self, id: SeqId, pages: &[u32]) -> Vec<u32> {
         let (prefill, _) = self.pools.as_ref().unwrap();
-        if self.source.wants_checksums(RequestId(id.0)) { sums(prefill, PREFILL.pages).of(pages) } else { vec![] }
+        if self.source.wants_checksums(RequestId(id.0)) { sums(prefill, self.pages.0).of(pages) } else { vec![] }
     }
 
     fn pump(&mut self, now: Time) {
@@ -114,7 +119,7 @@ impl Wire {
                 self.source_facts.push(PrefillFact::Delivered { id: SeqId(request.0) });
             }
             SourceEffect::Fact(SourceFact::Failed { request, cause }) => {
-                self.source_facts.push(PrefillFact::Failed { id: SeqId(request.0), error: error(&cause) });
+                self.source_facts.push(PrefillFact::Failed { id: SeqId(request.0), error: sample_error(&cause) });
             }
             SourceEffect::Fact(SourceFact::Quiet { request }) => {
                 self.source_facts.push(PrefillFact::Quiet { id: SeqId(request.0) });
@@ -125,8 +130,8 @@ impl Wire {
     fn do_sink(&mut self, now: Time, effect: SinkEffect) {
         match effect {
             SinkEffect::Dial { address } => {
-                self.source.channel_up(now, CHANNEL, pool_shape(DECODE.pages));
-                self.sink.channel_up(now, address, CHANNEL, pool_shape(PREFILL.pages));
+                self.source.channel_up(now, CHANNEL, pool_shape(self.pages.1));
+                self.sink.channel_up(now, address, CHANNEL, pool_shape(self.pages.0));
             }
             SinkEffect::Send { frame, .. } => self.to_source.push_back(frame),
             SinkEffect::Expect { attempt, pages, mapping } => {
@@ -136,7 +141,7 @@ impl Wire {
             SinkEffect::PeerDrained { .. } => {}
             SinkEffect::Verify { attempt, pages, held, checksums } => {
                 let (_, decode) = self.pools.as_ref().unwrap();
-                let outcome = sums(decode, DECODE.pages).compare(&pages, held, &checksums);
+                let outcome = sums(decode, self.pages.1).compare(&pages, held, &checksums);
                 self.sink.verified(now, attempt, outcome);
             }
             SinkEffect::Release { attempt } => {
@@ -147,7 +152,7 @@ impl Wire {
                 self.sink_facts.push(DecodeFact::Committed { id: SeqId(request.0), pages, proof, first });
             }
             SinkEffect::Fact(SinkFact::Failed { request, cause }) => {
-                self.sink_facts.push(DecodeFact::Failed { id: SeqId(request.0), error: error(&cause) });
+                self.sink_facts.push(DecodeFact::Failed { id: SeqId(request.0), error: sample_error(&cause) });
             }
             SinkEffect::Fact(SinkFact::Quiet { pages, proof }) => {
                 self.sink_facts.push(DecodeFact::Quiet { pages, proof });
@@ -189,7 +194,7 @@ impl Wire {
     fn land(&mut self, attempt: Attempt, piece: &Piece) {
         let Some((pages, mapping)) = self.expected.get(&attempt) else { return };
         let (prefill, decode) = self.pools.as_ref().unwrap();
-        let from = piece.source_offset / pool_shape(PREFILL.pages).page_bytes();
+        let from = piece.source_offset / pool_shape(self.pages.0).page_bytes();
         let to = pages[mapping.split(piece.index as usize).0];
         let mut kv = prefill.page(from as u32);
         if std::mem::take(&mut self.damage_next) {
@@ -198,10 +203,6 @@ impl Wire {
         decode.write_page(to, &kv);
         self.sink.landed(attempt, &[piece.index]);
     }
-}
-
-fn error(cause: &Cause) -> SampleError {
-    SampleError { kind: SampleErrorKind::Peer, message: cause.message().to_owned() }
 }
 
 struct SourcePort(Arc<Mutex<Wire>>);
@@ -294,9 +295,13 @@ struct Pair {
 
 impl Pair {
     fn new() -> Self {
+        Self::between(PREFILL, DECODE)
+    }
+
+    fn between(p: Shape, d: Shape) -> Self {
         let wire = Arc::new(Mutex::new(Wire {
-            source: Source::new(pool_shape(PREFILL.pages), Limits::default()),
-            sink: Sink::new(pool_shape(DECODE.pages), Limits::default()),
+            source: Source::new(pool_shape(p.pages), Limits::default()),
+            sink: Sink::new(pool_shape(d.pages), Limits::default()),
             to_sink: VecDeque::new(),
             to_source: VecDeque::new(),
             posts: vec![],
@@ -306,11 +311,12 @@ impl Pair {
             sink_facts: vec![],
             pools: None,
             damage_next: false,
+            pages: (p.pages, d.pages),
         }));
         wire.lock().unwrap().sink.ask_checksums();
         let source = RoleDriver::Prefill(Box::new(SourcePort(wire.clone())));
-        let prefill = Bench::new(PREFILL, Role::Prefill, source);
-        let decode = Bench::new(DECODE, Role::Decode, RoleDriver::Decode(Box::new(SinkPort(wire.clone()))));
+        let prefill = Bench::new(p, Role::Prefill, source);
+        let decode = Bench::new(d, Role::Decode, RoleDriver::Decode(Box::new(SinkPort(wire.clone()))));
         wire.lock().unwrap().pools = Some((prefill.toy.clone(), decode.toy.clone()));
         Self { prefill, decode, wire }
     }
