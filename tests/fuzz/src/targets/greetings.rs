@@ -7,6 +7,7 @@ use tandem_handoff::{
     wire::{
         Cause, CauseKind, Side, WireError,
         hello::{Greeting, Identity, PROTOCOL},
+        transfer::Transfer,
     },
 };
 
@@ -25,7 +26,7 @@ impl Greetings {
 
 fn own() -> Identity {
     let shape = PoolShape { layers: 2, kv_heads: 4, head_dim: 8, page_size: 16, element_bytes: 2, tp: 2, pages: 64 };
-    Identity::new([7; 16], shape, "cpu exact avx2")
+    Identity::new([7; 16], shape, "cpu exact avx2", Transfer::default())
 }
 
 impl Target for Greetings {

@@ -2,7 +2,7 @@
 
 use tandem_handoff::{
     ids::{Channel, Incarnation, SessionId},
-    wire::{Frame, Reserve, hello::Identity, prompt_hash},
+    wire::{Frame, Reserve, hello::Identity, prompt_hash, transfer::Transfer},
 };
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -37,7 +37,7 @@ async fn upgraded(port: u16, protocol: &str) -> AsyncStream {
 /// A control channel that passed Hello.
 async fn channel(port: u16) -> (AsyncStream, Channel, Nonces) {
     let mut stream = upgraded(port, "tandem-control").await;
-    let identity = Identity::new([1; 16], shape(1), "test");
+    let identity = Identity::new([1; 16], shape(1), "test", Transfer::default());
     match greet_prefill(&mut stream, &no_key(), ME, &identity, |_| None).await {
         Ok(Met::New { channel, nonces, .. }) => (stream, channel, nonces),
         Ok(Met::Known(..)) => panic!("nothing is known"),
