@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::{
     layout::Mapping,
-    wire::{Done, Phases, Reserve, Sent, hello::Identity, prompt_hash},
+    wire::{Done, Phases, Reserve, Sent, hello::Identity, prompt_hash, transfer::Transfer},
 };
 
 fn drained(frames: &VecDeque<Frame>, of: Attempt) -> usize {
@@ -235,7 +235,7 @@ fn numbers_beyond_the_rooms_own_plan_take_no_memory_and_change_nothing() {
 
 #[test]
 fn pools_that_hold_k_and_v_apart_are_refused_by_name_before_any_page_moves() {
-    let ours = Identity::new([1; 16], shape(), "test");
+    let ours = Identity::new([1; 16], shape(), "test", Transfer::default());
     let apart = Identity { order: "kv-page-head-layer-token-dim".into(), ..ours.clone() };
     let differences = ours.differences(&apart);
     assert_eq!(differences.len(), 1);
