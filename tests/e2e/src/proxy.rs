@@ -5,8 +5,6 @@
 //! it: a stalled data stream soon stops its sender.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
@@ -70,7 +68,6 @@ impl Weather {
 pub struct Proxy {
     pub port: u16,
     weather: watch::Sender<Weather>,
-    passed: Arc<[AtomicU64; 2]>,
     task: JoinHandle<()>,
 }
 
@@ -80,10 +77,9 @@ impl Proxy {
         let own = net::free_port();
         let listener = TcpListener::bind((net::host(), own)).await.expect("the port is free");
         let weather = watch::Sender::new(Weather::default());
-        let passed = Arc::new([AtomicU64::new(0), AtomicU64::new(0)]);
         let target = SocketAddr::from((net::host(), port));
-        let task = tokio::spawn(accept(listener, target, weather.clone(), Arc::clone(&passed)));
-        Self { port: own, weather, passed, task }
+        let task = tokio::spawn(accept(listener, target, weather.clone()));
+        Self { port: own, weather, task }
     }
 
     /// Ends every open connection of this kind.
@@ -115,11 +111,6 @@ impl Proxy {
     pub fn clear(&self) {
         self.weather.send_modify(|weather| *weather = Weather { cuts: weather.cuts, ..Weather::default() });
     }
-
-    /// Bytes of this kind that passed, both ways together.
-    pub fn passed(&self, line: Line) -> u64 {
-        self.passed[line as usize].load(Ordering::Relaxed)
-    }
 }
 
 impl Drop for Proxy {
@@ -129,20 +120,15 @@ impl Drop for Proxy {
     }
 }
 
-async fn accept(
-    listener: TcpListener,
-    target: SocketAddr,
-    weather: watch::Sender<Weather>,
-    passed: Arc<[AtomicU64; 2]>,
-) {
+async fn accept(listener: TcpListener, target: SocketAddr, weather: watch::Sender<Weather>) {
     let mut connections = tokio::task::JoinSet::new();
     loop {
         tokio::select! {
             accepted = listener.accept() => {
                 if let Ok((stream, _)) = accepted {
-                    let (weather, passed) = (weather.subscribe(), Arc::clone(&passed));
+                    let weather = weather.subscribe();
                     // An error is the end of either side, which both are told by the end of their connection.
-                    connections.spawn(async move { carry(stream, target, weather, &passed).await.ok() });
+                    connections.spawn(async move { carry(stream, target, weather).await.ok() });
                 }
             }
             Some(_) = connections.join_next() => {}
@@ -155,7 +141,6 @@ async fn carry(
     mut decode: TcpStream,
     target: SocketAddr,
     mut weather: watch::Receiver<Weather>,
-    passed: &[AtomicU64; 2],
 ) -> std::io::Result<()> {
     decode.set_nodelay(true)?;
     let head = tokio::time::timeout(HEAD_TIME_MAX, read_head(&mut decode)).await??;
@@ -169,7 +154,7 @@ async fn carry(
         let (from_decode, to_decode) = decode.into_split();
         let (from_prefill, mut to_prefill) = prefill.into_split();
         to_prefill.write_all(&head).await?;
-        let pump = |way| Pump { line, way, weather: weather.clone(), passed, falsifier: Falsifier::default() };
+        let pump = |way| Pump { line, way, weather: weather.clone(), falsifier: Falsifier::default() };
         tokio::select! {
             ended = pump(Way::ToPrefill).run(from_decode, to_prefill) => ended,
             ended = pump(Way::ToDecode).run(from_prefill, to_decode) => ended,
@@ -217,15 +202,14 @@ fn line_of(head: &[u8]) -> Line {
 }
 
 /// One direction of one connection.
-struct Pump<'a> {
+struct Pump {
     line: Line,
     way: Way,
     weather: watch::Receiver<Weather>,
-    passed: &'a [AtomicU64; 2],
     falsifier: Falsifier,
 }
 
-impl Pump<'_> {
+impl Pump {
     async fn run(mut self, mut from: impl AsyncRead + Unpin, mut to: impl AsyncWrite + Unpin) -> std::io::Result<()> {
         let mut buffer = vec![0; READ_BYTES];
         loop {
@@ -244,7 +228,6 @@ impl Pump<'_> {
                 self.falsifier.pass(&mut buffer[..count], falsifies);
             }
             to.write_all(&buffer[..count]).await?;
-            self.passed[self.line as usize].fetch_add(count as u64, Ordering::Relaxed);
         }
     }
 
