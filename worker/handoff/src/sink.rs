@@ -7,17 +7,19 @@ use std::{collections::BTreeMap, mem};
 
 use crate::{
     cause::{Cause, CauseKind, Side},
-    checksum::Corrupt,
     deadline::Deadlines,
-    fence::{Basis, FenceProof, Publication, PublishedPages},
+    fence::{FenceProof, Publication, PublishedPages},
     ids::{Attempt, Channel, RequestId, Room, Time},
     layout::{Mapping, PieceSet, PoolShape},
     limits::Limits,
-    sabotage::{Fault, Planted},
+    sabotage::Fault,
     state::AttemptState,
     ticket::{Address, Ticket},
     wire::{CHECKSUMS_MAX, Done, FirstToken, Frame, PAGES_MAX, Reserve, prompt_hash},
 };
+
+mod arrival;
+mod ending;
 
 /// What the engine learns.
 #[derive(PartialEq, Debug)]
@@ -275,16 +277,6 @@ impl Sink {
         self.end(now, id, cause, true);
     }
 
-    /// What [`Fault::FreesTwice`] does.
-    fn free_once_more(&mut self, id: RequestId) {
-        if let Some(draining) = self.draining.values().find(|draining| draining.request == id) {
-            let publication = draining.publication;
-            let mut pages = PublishedPages::new(draining.pages.numbers().to_vec());
-            pages.bind(publication);
-            self.fact(SinkFact::Quiet { pages, proof: FenceProof::new(publication, Basis::Quiet) });
-        }
-    }
-
     /// `address` is served by `channel`, which passed Hello. Another address may have led to it before.
     pub fn channel_up(&mut self, now: Time, address: Address, channel: Channel, shape: PoolShape) {
         if let Some(&old) = self.by_address.get(&address)
@@ -369,70 +361,6 @@ impl Sink {
         }
     }
 
-    /// The request of exactly this attempt (H3), unless the fault that forgets attempts here is planted.
-    fn request_of(&self, attempt: Attempt, forgets: Fault) -> Option<RequestId> {
-        let exact = self.attempts.get(&attempt).copied();
-        if !self.limits.planted.is(forgets) {
-            return exact;
-        }
-        let of_channel = || self.attempts.iter().find(|(other, _)| other.channel() == attempt.channel());
-        exact.or_else(|| of_channel().map(|(_, id)| *id))
-    }
-
-    fn has_done(&self, id: RequestId) -> bool {
-        matches!(self.live.get(&id), Some(Live { state: State::Offered { done: Some(_), .. }, .. }))
-    }
-
-    /// Pieces of the attempt are in its pages, and visible to the device.
-    pub fn landed(&mut self, attempt: Attempt, pieces: &[u32]) {
-        let Some(&id) = self.attempts.get(&attempt) else {
-            return;
-        };
-        if let Some(Live { state: State::Offered { landed, .. }, .. }) = self.live.get_mut(&id) {
-            for &piece in pieces {
-                let new = landed.insert(piece as usize);
-                if !new && self.limits.planted.is(Fault::CountsPieces) {
-                    landed.missing().map(|missing| landed.insert(missing));
-                }
-            }
-        }
-        self.commit_if_complete(id);
-    }
-
-    /// The fabric proves that no write of the attempt is in progress or can begin.
-    pub fn quiet(&mut self, attempt: Attempt) {
-        if let Some(Draining { pages, publication, .. }) = self.draining.remove(&attempt) {
-            self.deadlines.clear(Timer::Drain(attempt));
-            let channel = attempt.channel();
-            if self.channels.contains_key(&channel) {
-                // Where D copies out of P's memory, P's source is quiet only now.
-                self.effects.push(SinkEffect::Send { channel, frame: Frame::Settled { attempt } });
-            }
-            let proof = FenceProof::new(publication, Basis::Quiet);
-            self.fact(SinkFact::Quiet { pages, proof });
-        }
-    }
-
-    /// The answer to `Verify`. Nothing changes when the attempt has ended since (H3, H4).
-    pub fn verified(&mut self, now: Time, attempt: Attempt, outcome: Result<(), Corrupt>) {
-        let Some(&id) = self.attempts.get(&attempt) else {
-            return;
-        };
-        if !matches!(self.live.get(&id), Some(Live { state: State::Verifying { .. }, .. })) {
-            return;
-        }
-        match outcome {
-            Ok(()) => self.commit(id),
-            Err(_) if self.limits.planted.is(Fault::SkipsChecksums) => self.commit(id),
-            Err(corrupt) => {
-                let message = format!(
-                    "the KV cache arrived damaged: the checksum of {corrupt} is not the prefill worker's; a retry is safe"
-                );
-                self.end(now, id, Cause::new(Side::Decode, CauseKind::Internal, message), true);
-            }
-        }
-    }
-
     /// Lets every passed deadline act.
     pub fn tick(&mut self, now: Time) {
         while let Some(timer) = self.deadlines.pop(now) {
@@ -441,48 +369,6 @@ impl Sink {
                 Timer::Drain(attempt) => self.drain_expired(now, attempt),
             }
         }
-    }
-
-    fn request_expired(&mut self, now: Time, id: RequestId) {
-        let Some(live) = self.live.get(&id) else {
-            return;
-        };
-        let waited = self.limits.waiting_timeout_ms;
-        let message = match &live.state {
-            State::Dialling { address, .. } => {
-                format!("the prefill worker {address} could not be reached within {waited} ms; a retry is safe")
-            }
-            State::Offered { landed, done, .. } => format!(
-                "the prompt of bootstrap_room {} did not arrive within {waited} ms ({} of {} pieces, Done {}); a retry is safe",
-                live.room,
-                landed.landed(),
-                landed.size(),
-                if done.is_some() { "came" } else { "missing" },
-            ),
-            State::Verifying { .. } => format!(
-                "the checksums of the prompt of bootstrap_room {} were not compared within {waited} ms; a retry is safe",
-                live.room
-            ),
-        };
-        self.end(now, id, Cause::new(Side::Decode, CauseKind::Timeout, message), true);
-    }
-
-    /// The fabric could not prove quiet in time. The pages stay where they are; the peer is fenced, again and again.
-    fn drain_expired(&mut self, now: Time, attempt: Attempt) {
-        let Some(draining) = self.draining.get_mut(&attempt) else {
-            return;
-        };
-        if self.limits.planted.is(Fault::FreesOnTimer) {
-            self.quiet(attempt);
-            return;
-        }
-        draining.quarantined = true;
-        self.deadlines.set(Timer::Drain(attempt), now.after_ms(self.limits.drain_timeout_ms));
-        self.effects.push(SinkEffect::Revoke { attempt });
-        let why = format!("an ended attempt was not quiet within {} ms", self.limits.drain_timeout_ms);
-        let channel = attempt.channel();
-        self.effects.push(SinkEffect::CloseChannel { channel, why: why.clone() });
-        self.channel_down(now, channel, &why);
     }
 
     fn dialling_to(&self, wanted: &Address) -> Vec<RequestId> {
@@ -528,138 +414,7 @@ impl Sink {
         self.effects.push(SinkEffect::Send { channel, frame: Frame::Reserve(reserve) });
     }
 
-    fn done(&mut self, now: Time, done: Done) {
-        let Some(id) = self.request_of(done.attempt, Fault::ForgetsAttemptOnDone) else {
-            return;
-        };
-        let Some(Live { pages, state: State::Offered { landed, done: known, .. }, .. }) = self.live.get_mut(&id) else {
-            return;
-        };
-        if known.is_some() {
-            return;
-        }
-        let sent: u64 = done.account.iter().fold(0, |sum, sent| sum.saturating_add(sent.pieces));
-        let checksums = if self.checksums { pages.len() * self.shape.kv_heads as usize } else { done.checksums.len() };
-        let cut = self.limits.planted.is(Fault::TruncatesPages) && sent < landed.size() as u64;
-        let wrong = if sent != landed.size() as u64 && !cut {
-            Some(format!("it sent {sent} pieces of the prompt, it has {}", landed.size()))
-        } else if done.checksums.len() != checksums {
-            Some(format!("the prompt has {} checksums, it has {checksums}", done.checksums.len()))
-        } else {
-            None
-        };
-        if let Some(wrong) = wrong {
-            let message = format!("the prefill worker says {wrong}; a retry is safe");
-            self.end(now, id, Cause::new(Side::Decode, CauseKind::Internal, message), true);
-            return;
-        }
-        *known = Some(done);
-        self.commit_if_complete(id);
-    }
-
-    /// H4: each piece of the set landed, and Done came; then the checksums are compared, where they are asked for.
-    fn commit_if_complete(&mut self, id: RequestId) {
-        let Some(live) = self.live.get_mut(&id) else {
-            return;
-        };
-        let State::Offered { attempt, landed, done } = &mut live.state else {
-            return;
-        };
-        if !landed.is_full() && !commits_early(self.limits.planted, landed, done.as_ref()) {
-            return;
-        }
-        let attempt = *attempt;
-        if done.is_none() && self.limits.planted.is(Fault::CommitsBeforeDone) {
-            let first = FirstToken { token: 0, logprob: None, cached_tokens: 0 };
-            live.state = State::Verifying { attempt, first };
-            self.commit(id);
-            return;
-        }
-        let Some(Done { first, checksums, .. }) = done.take() else {
-            return;
-        };
-        live.state = State::Verifying { attempt, first };
-        if self.checksums {
-            let held = (live.held_tokens / self.shape.page_size) as usize;
-            let pages = live.pages.numbers().to_vec();
-            self.effects.push(SinkEffect::Verify { attempt, pages, held, checksums });
-        } else {
-            self.commit(id);
-        }
-    }
-
-    fn commit(&mut self, id: RequestId) {
-        let Some(Live { pages, publication, state: State::Verifying { attempt, first }, .. }) = self.live.remove(&id)
-        else {
-            return;
-        };
-        self.attempts.remove(&attempt);
-        self.deadlines.clear(Timer::Request(id));
-        self.effects.push(SinkEffect::Release { attempt });
-        let proof = FenceProof::new(publication, Basis::Landed);
-        self.fact(SinkFact::Committed { request: id, pages, proof, first });
-    }
-
-    /// P has settled everything it posted for an attempt that it, or we, ended.
-    fn drained(&mut self, now: Time, attempt: Attempt) {
-        if let Some(&id) = self.attempts.get(&attempt) {
-            let message = "the prefill worker ended the transfer without a reason";
-            self.end(now, id, Cause::new(Side::Prefill, CauseKind::Internal, message), false);
-        }
-        let mut attempt = attempt;
-        if self.limits.planted.is(Fault::ForgetsAttemptOnDrained) && !self.draining.contains_key(&attempt) {
-            let other = self.draining.keys().find(|other| other.channel() == attempt.channel());
-            attempt = other.copied().unwrap_or(attempt);
-        }
-        if self.draining.contains_key(&attempt) {
-            self.effects.push(SinkEffect::PeerDrained { attempt });
-        }
-    }
-
-    /// Ends a request that is neither committed nor failed: one Failed to the engine (H7); its pages stay with the
-    /// attempt until quiet. `tell` is false when the peer knows already, or is gone.
-    fn end(&mut self, now: Time, id: RequestId, cause: Cause, tell: bool) {
-        let Some(Live { room, pages, publication, state, .. }) = self.live.remove(&id) else {
-            return;
-        };
-        self.deadlines.clear(Timer::Request(id));
-        let untouched = matches!(&state, State::Offered { landed, .. } if landed.landed() == 0);
-        match state {
-            State::Dialling { .. } => {
-                self.fact(SinkFact::Failed { request: id, cause });
-                self.fact(SinkFact::Quiet { pages, proof: FenceProof::new(publication, Basis::NeverShown) });
-            }
-            State::Offered { attempt, .. } | State::Verifying { attempt, .. } => {
-                self.attempts.remove(&attempt);
-                if tell {
-                    let frame = Frame::Abort { attempt, room, cause: cause.clone() };
-                    self.effects.push(SinkEffect::Send { channel: attempt.channel(), frame });
-                }
-                self.fact(SinkFact::Failed { request: id, cause });
-                self.draining.insert(attempt, Draining { request: id, pages, publication, quarantined: false });
-                self.deadlines.set(Timer::Drain(attempt), now.after_ms(self.limits.drain_timeout_ms));
-                self.effects.push(SinkEffect::Revoke { attempt });
-                if untouched && self.limits.planted.is(Fault::FreesUntouchedPages) {
-                    self.quiet(attempt);
-                }
-                if self.limits.planted.is(Fault::SettlesBeforeQuiet) {
-                    let (channel, frame) = (attempt.channel(), Frame::Settled { attempt });
-                    self.effects.push(SinkEffect::Send { channel, frame });
-                }
-            }
-        }
-    }
-
     fn fact(&mut self, fact: SinkFact) {
         self.effects.push(SinkEffect::Fact(fact));
     }
-}
-
-/// What [`Fault::CommitsBeforeLanded`] and [`Fault::TruncatesPages`] take for a full set.
-fn commits_early(planted: Planted, landed: &PieceSet, done: Option<&Done>) -> bool {
-    let Some(done) = done else {
-        return false;
-    };
-    let sent: u64 = done.account.iter().map(|sent| sent.pieces).sum();
-    planted.is(Fault::CommitsBeforeLanded) || planted.is(Fault::TruncatesPages) && landed.landed() as u64 >= sent
 }
