@@ -34,11 +34,11 @@ fuzz target *arguments:
 
 # A whole fleet under a virtual clock, seed by seed: just sim 20000, just sim 1 --replay 17
 sim seeds *arguments:
-    cargo run --release --locked -p tandem-sim --bin tandem-sim -- --seeds {{seeds}} {{arguments}}
+    cargo run --release --locked --bin tandem-sim -- --seeds {{seeds}} {{arguments}}
 
 # One transfer per reason to abort, step by step, with who holds which pages
 lab:
-    cargo run --release --locked -p tandem-sim --bin tandem-sim -- --lab
+    cargo run --release --locked --bin tandem-sim -- --lab
 
 # Plants faults in the handoff, one at a time: the simulator must find each
 sabotage:
@@ -46,13 +46,13 @@ sabotage:
 
 # The conformance suite of a transfer backend, or some cases of it: just conformance tcp, just conformance shm CASE
 conformance backend *cases:
-    cargo run --release --locked -p tandem-conformance --bin tandem-conformance -- {{backend}} {{cases}}
+    cargo run --release --locked --bin tandem-conformance -- {{backend}} {{cases}}
 
 # Throughput of the transfer backends, as ratios to plain copies (and to Mooncake, which it fetches by pip)
 transfer *arguments:
-    cargo build --release --locked -p tandem-bench --bins
+    cargo build --release --locked --bin transfer
     tests/bench/transfer {{arguments}}
 
 # From abort to quiet, for so many attempts in flight
 abort-drain attempts="1000":
-    cargo run --release --locked -p tandem-bench --bin abort_drain -- {{attempts}}
+    cargo run --release --locked --bin abort_drain -- {{attempts}}
