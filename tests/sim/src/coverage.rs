@@ -21,6 +21,13 @@ impl Default for Coverage {
 
 impl Coverage {
     pub fn count(&mut self, spot: Spot, fault: Fault) {
+        // P closes the channel as it quarantines, which settles what it posted: a moment of draining.
+        let spot = match spot {
+            Spot { side: Side::Prefill, state: AttemptState::Quarantined } => {
+                Spot { side: Side::Prefill, state: AttemptState::Draining }
+            }
+            other => other,
+        };
         if let Some(row) = Spot::ALL.iter().position(|&known| known == spot) {
             self.0[row][fault as usize] += 1;
         }

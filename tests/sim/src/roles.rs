@@ -11,7 +11,7 @@ use std::{
 
 use tandem_handoff::{
     fence::PublishedPages,
-    ids::{Incarnation, Time},
+    ids::{Incarnation, RequestId, Time},
     ticket::Ticket,
     wire::{Cause, FirstToken},
 };
@@ -96,7 +96,9 @@ impl PrefillHandoff for WatchedPrefill {
     fn request(&mut self, now: Time, id: SeqId, ticket: &Ticket, prompt: &[u32]) {
         let mut watch = self.lock();
         let room = ticket.room.get();
-        let second = watch.live.values().any(|book| book.room == room);
+        // The machine's own word for what is quiet: the engine hears of it in its next poll.
+        let in_use = |id: &u64| watch.role.machine().state(RequestId(*id)).is_some();
+        let second = watch.live.iter().any(|(id, book)| book.room == room && in_use(id));
         watch.live.insert(id.0, PrefillBook { room, ended: false, second });
         watch.role.request(now, id, ticket, prompt);
     }
