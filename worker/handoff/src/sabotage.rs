@@ -49,6 +49,9 @@ pub enum Fault {
     /// P says Drained at the end of an attempt, before its posts have settled (H2). Shown by an abort with writes in
     /// flight, on a fabric where Drained proves quiet.
     DrainsBeforeQuiet,
+    /// P stops the posts of an attempt whose Done is out: a fabric that fills up a begun piece lets D publish the filling
+    /// (H4). Shown by an end at P while its last pieces are under way over tcp.
+    StopsAfterDone,
     /// P says Drained though a post's outcome is unknown (H2). Shown by a post that is settled as unknown and lands later.
     DrainsPoisoned,
     /// P books the settlement of one attempt on another that waits for its own (H3, H5). Shown by two attempts of one
@@ -86,7 +89,7 @@ pub enum Fault {
 }
 
 impl Fault {
-    pub const ALL: [Fault; 30] = [
+    pub const ALL: [Fault; 31] = [
         Fault::FreesOnTimer,
         Fault::SkipsFence,
         Fault::FreesUntouchedPages,
@@ -103,6 +106,7 @@ impl Fault {
         Fault::NumbersRetryAlike,
         Fault::NoDeadlineWhileOffered,
         Fault::DrainsBeforeQuiet,
+        Fault::StopsAfterDone,
         Fault::DrainsPoisoned,
         Fault::SettlesAnother,
         Fault::SkipsPromptHash,

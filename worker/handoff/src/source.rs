@@ -420,7 +420,12 @@ impl Source {
             }
             State::Draining { transfer, tell } => {
                 let tell = tell && notice != Notice::None;
+                let attempt = transfer.attempt;
                 entry.get_mut().state = State::Draining { transfer, tell };
+                if notice == Notice::Drained {
+                    // D has ended too, so nothing that is under way is wanted any more.
+                    self.effects.push(SourceEffect::Stop { attempt });
+                }
                 return;
             }
             State::Open(transfer) | State::Pushed(transfer) => transfer,
@@ -438,7 +443,7 @@ impl Source {
         if self.limits.planted.is(Fault::ReusesRoomEarly) {
             self.drop_room(room);
         }
-        if !done_is_out {
+        if !done_is_out || self.limits.planted.is(Fault::StopsAfterDone) {
             self.effects.push(SourceEffect::Stop { attempt });
         }
         self.fact(SourceFact::Failed { request: id, cause });
