@@ -13,8 +13,8 @@
 //! - *P's source is quiet* when the kernel has copied the bytes (each write call is non-blocking and copies what it takes
 //!   of all the frames that it is given), or the sender task gave the piece up or ended. After a stop, frames that have
 //!   not begun are dropped, and the rest of a begun one is filled with zeros, so that a peer that reads slowly does not
-//!   pin P's pages; D never publishes such an attempt, since its Done never comes: the source machine stops no attempt
-//!   whose Done is out.
+//!   pin P's pages; D never publishes such an attempt, since its Done never comes: the source machine stops an attempt
+//!   whose Done is out only when D has said that it ended.
 
 mod batch;
 pub mod frame;

@@ -13,7 +13,8 @@
 //!           v        deadline, cancel                         v       dial failed, deadline, cancel
 //!      +---------+ ----------------> Failed, Quiet       +----------+ ----------> Failed, Quiet (never shown)
 //!      | Waiting |  (tombstone for the late Reserve)     | Dialling |
-//!      +---------+                                       +----------+
+//!      +---------+  D's early Abort, a misfit: the same, +----------+
+//!           |       and no tombstone                          |
 //!           | Reserve (before or after the request;           | channel up: Expect, then Reserve
 //!           | prompts, held prefix and pages agree)           v
 //!           v  -> Reserved                               +---------+ every piece of the set landed, and Done
@@ -39,6 +40,9 @@
 //!  P, per room: free -> Request | Held Reserve | Tombstone -> free. Each second live use is refused by name, and a
 //!  tombstone is consumed by the first request or Reserve that meets it. A room is free again when its attempt is quiet.
 //! ```
+//!
+//! A poisoned attempt (a write of unknown outcome) is remembered as long as its channel lives: D's Abort may cross its end,
+//! and gets no Drained either. D ends an offered attempt also when P's Done does not fit it, or Drained comes without Failed.
 //!
 //! Every table is bounded: requests and attempts by the engine, which owns their pages; Reserves without request,
 //! tombstones, channels and the names of prefill workers by [`limits::Limits`].

@@ -16,6 +16,8 @@ pub struct Limits {
     pub held_reserves_max: usize,
     /// P: rooms that ended before their other half came.
     pub tombstones_max: usize,
+    /// P: ended attempts of one channel with a write of unknown outcome, which are remembered; with more it is closed.
+    pub poisoned_max: usize,
     /// Channels at once, and on D also names of prefill workers that are remembered.
     pub channels_max: usize,
     /// A fault for the simulator to find; none in any other build.
@@ -30,6 +32,7 @@ impl Default for Limits {
             drain_timeout_ms: 5_000,
             held_reserves_max: 4096,
             tombstones_max: 16_384,
+            poisoned_max: 1024,
             channels_max: 1024,
             planted: Planted::default(),
         }

@@ -4,7 +4,7 @@
 //! fabric, and time; outputs are [`SourceEffect`]s, each of which names its attempt and is safe to repeat.
 
 use std::{
-    collections::{BTreeMap, btree_map::Entry},
+    collections::{BTreeMap, BTreeSet, btree_map::Entry},
     mem,
 };
 
@@ -107,6 +107,8 @@ struct Peer {
     mapping: Mapping,
     /// The highest attempt number that this channel has named: a Reserve must be above it (H3).
     highest: u64,
+    /// Attempts that were forgotten poisoned: they get no Drained, whatever D still says of them.
+    poisoned: BTreeSet<u64>,
 }
 
 /// What a room is in use for.
@@ -266,7 +268,7 @@ impl Source {
             return;
         }
         let mapping = Mapping::new(&self.shape, &shape);
-        self.peers.insert(channel, Peer { shape, mapping, highest: 0 });
+        self.peers.insert(channel, Peer { shape, mapping, highest: 0, poisoned: BTreeSet::new() });
     }
 
     /// The channel is lost: every attempt of it that is not delivered ends.
@@ -466,7 +468,7 @@ impl Source {
         if transfer.outstanding > 0 {
             return;
         }
-        let (room, attempt) = (request.room, transfer.attempt);
+        let (room, attempt, poisoned) = (request.room, transfer.attempt, transfer.poisoned);
         let bytes = transfer.account.values().map(|sent| sent.bytes).sum();
         let since = transfer.first_post.unwrap_or(transfer.opened);
         if delivered {
@@ -480,6 +482,23 @@ impl Source {
         self.attempts.remove(&attempt);
         self.deadlines.clear(Timer::Request(id));
         self.drop_room(room);
+        if poisoned {
+            self.remember_poisoned(attempt);
+        }
+    }
+
+    /// D's Abort may be under way still: it must not be answered by Drained. A channel with too many to remember is closed,
+    /// so that D proves quiet by itself.
+    fn remember_poisoned(&mut self, attempt: Attempt) {
+        let channel = attempt.channel();
+        let Some(peer) = self.peers.get_mut(&channel) else {
+            return;
+        };
+        peer.poisoned.insert(attempt.number);
+        if peer.poisoned.len() > self.limits.poisoned_max {
+            let why = "too many writes to the decode worker ended without a known outcome".to_owned();
+            self.effects.push(SourceEffect::CloseChannel { channel, why });
+        }
     }
 
     fn send_drained(&mut self, attempt: Attempt) {

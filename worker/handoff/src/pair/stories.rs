@@ -234,6 +234,42 @@ fn a_poisoned_attempt_gets_no_drained() {
 }
 
 #[test]
+fn an_abort_that_crosses_the_end_of_a_poisoned_attempt_gets_no_drained_either() {
+    let mut pair = Pair::new();
+    pair.open(1, 5);
+    pair.source.chunk_written(pair.now, RequestId(1), &[1, 2], 0..1, &[]);
+    pair.act();
+    pair.sink.cancel(pair.now, RequestId(1), user());
+    pair.act();
+    let (attempt, _) = pair.posted.pop_front().expect("posted");
+    pair.source.settled(pair.now, attempt, 1, Settlement::Unknown);
+    pair.act();
+    assert!(pair.p_is_quiet(1) && pair.source.is_idle(), "P has forgotten the attempt");
+    assert!(pair.to_p.iter().any(|frame| matches!(frame, Frame::Abort { .. })), "and D's Abort is under way");
+    while let Some(frame) = pair.to_p.pop_front() {
+        pair.source.frame(pair.now, pair.channel(), frame);
+    }
+    pair.act();
+    assert!(pair.to_d.iter().all(|frame| !matches!(frame, Frame::Drained { .. })));
+}
+
+#[test]
+fn a_channel_with_too_many_poisoned_attempts_is_closed() {
+    let mut pair = Pair::new();
+    pair.source = Source::new(shape(), Limits { poisoned_max: 1, ..limits() });
+    pair.connect(1, 2);
+    for id in [1, 2] {
+        pair.open(id, id);
+        pair.source.chunk_written(pair.now, RequestId(id), &[1, 2], 0..1, &[]);
+        pair.act();
+        let (attempt, _) = pair.posted.pop_front().expect("posted");
+        pair.source.settled(pair.now, attempt, 1, Settlement::Unknown);
+        let closed = pair.source.effects().iter().any(|effect| matches!(effect, SourceEffect::CloseChannel { .. }));
+        assert_eq!(closed, id == 2, "attempt {id}");
+    }
+}
+
+#[test]
 fn pages_that_are_not_quiet_in_time_are_quarantined_and_never_freed_by_time() {
     let mut pair = Pair::new();
     pair.open(1, 5);

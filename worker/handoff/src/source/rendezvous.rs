@@ -1,6 +1,6 @@
 //! How a request and a Reserve find each other at P, in either order. *Pure.*
 
-use super::{Notice, Request, RoomUse, Source, SourceEffect, SourceFact, State, Timer, Transfer};
+use super::{Notice, Peer, Request, RoomUse, Source, SourceEffect, SourceFact, State, Timer, Transfer};
 use crate::{
     cause::{Cause, CauseKind, Side},
     ids::{Attempt, Channel, RequestId, Room, Time},
@@ -95,7 +95,7 @@ impl Source {
         self.fact(SourceFact::Reserved { request: id, held_tokens, checksums });
     }
 
-    /// D ended an attempt.
+    /// D ended an attempt. It gets Drained, unless the outcome of one of the attempt's writes is unknown.
     pub(super) fn aborted(&mut self, now: Time, attempt: Attempt, room: Room, cause: Cause) {
         let early = match self.peers.get_mut(&attempt.channel()) {
             Some(peer) if attempt.number > peer.highest => {
@@ -124,7 +124,10 @@ impl Source {
                 None => self.bury(now, room, cause),
             }
         }
-        self.send_drained(attempt);
+        let poisoned = |peer: &Peer| peer.poisoned.contains(&attempt.number);
+        if !self.peers.get(&attempt.channel()).is_some_and(poisoned) {
+            self.send_drained(attempt);
+        }
     }
 
     /// A held Reserve, or a tombstone, has waited for its other half long enough.
