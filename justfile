@@ -32,9 +32,13 @@ deny:
 fuzz target *arguments:
     cargo run --release --locked --bin tandem-fuzz -- {{target}} {{arguments}}
 
-# A whole fleet under a virtual clock, seed by seed: just sim 20000, just sim 1 --replay 17
+# A whole fleet under a virtual clock, seed by seed: just sim 20000, just sim 2000 --world hostile
 sim seeds *arguments:
     cargo run --release --locked --bin tandem-sim -- --seeds {{seeds}} {{arguments}}
+
+# What happened in one seed, with the flags of its run: just replay 17, just replay 17 --world hostile
+replay seed *arguments:
+    cargo run --release --locked --bin tandem-sim -- --replay {{seed}} {{arguments}}
 
 # One transfer per reason to abort, step by step, with who holds which pages
 lab:

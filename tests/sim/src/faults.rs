@@ -1,5 +1,7 @@
 //! What goes wrong: kinds of faults, and when they strike: at a time, or when an attempt enters a state. *Pure.*
 
+use std::fmt;
+
 use tandem_handoff::state::AttemptState;
 
 use crate::{fabric::Kind, node::Side, rng::Rng};
@@ -133,6 +135,19 @@ pub enum Trigger {
 pub struct FaultSetup {
     pub fault: Fault,
     pub trigger: Trigger,
+}
+
+impl fmt::Display for FaultSetup {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let fault = self.fault.name();
+        match self.trigger {
+            Trigger::At(micros) => write!(f, "{fault} at {micros} us"),
+            Trigger::Entered { spot, nth: 0, delay } => write!(f, "{fault} {delay} us after {}", spot.name()),
+            Trigger::Entered { spot, nth, delay } => {
+                write!(f, "{fault} {delay} us after {} (attempt {nth} there)", spot.name())
+            }
+        }
+    }
 }
 
 /// The faults of one seed.

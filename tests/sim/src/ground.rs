@@ -44,7 +44,7 @@ pub struct Host {
     pub sink_reports: Vec<SinkReport>,
 }
 
-/// Pieces, over all attempts.
+/// Pieces, over all attempts. What is settled counts as long as its process lives.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Tally {
     pub posted: u64,
@@ -80,6 +80,8 @@ pub struct Ground {
     served: BTreeMap<Attempt, u64>,
     /// Posted and not settled, per attempt.
     outstanding: BTreeMap<Attempt, u64>,
+    /// Pieces that D's fabric has reported, which it may do more than once.
+    landed: BTreeSet<(Attempt, u32)>,
     /// Attempts with a post of unknown outcome.
     poisoned: BTreeSet<Attempt>,
     /// Attempts that D's fabric has reported quiet.
@@ -111,6 +113,7 @@ impl Ground {
             attempts: BTreeMap::new(),
             served: BTreeMap::new(),
             outstanding: BTreeMap::new(),
+            landed: BTreeSet::new(),
             poisoned: BTreeSet::new(),
             quiet: BTreeSet::new(),
             failed: BTreeSet::new(),
@@ -136,6 +139,14 @@ impl Ground {
         if self.trace.is_on() {
             let name = self.name(who).to_owned();
             self.say(&name, what);
+        }
+    }
+
+    /// A line about an attempt, by a process: what happens, then the attempt's name.
+    pub fn tells(&mut self, who: Incarnation, attempt: Attempt, what: fmt::Arguments<'_>) {
+        if self.trace.is_on() {
+            let name = self.attempt_name(attempt);
+            self.says(who, format_args!("{what} {name}"));
         }
     }
 
@@ -272,6 +283,7 @@ impl Ground {
         let page = memory.page_of(at);
         let holder = memory.holder(page);
         memory.write(rank, at, &bytes);
+        self.tells(attempt.decode, attempt, format_args!("page {page} gets {} bytes of a write of", bytes.len()));
         if holder.is_none() || holder != self.served.get(&attempt).copied() {
             let (name, d) = (self.attempt_name(attempt), self.name(attempt.decode).to_owned());
             let holder = holder.map_or("no attempt holds".to_owned(), |request| format!("request {request} holds"));
@@ -289,7 +301,15 @@ impl Ground {
         if pieces == 0 {
             return;
         }
-        self.tally.settled += pieces;
+        if self.is_alive(attempt.prefill) {
+            self.tally.settled += pieces;
+            let how = match how {
+                Settlement::Sent => "sent",
+                Settlement::Dropped => "dropped, nothing of it goes out any more",
+                Settlement::Unknown => "given up, its outcome is unknown",
+            };
+            self.tells(attempt.prefill, attempt, format_args!("{pieces} posted and now settled ({how}), of"));
+        }
         let outstanding = self.outstanding.get_mut(&attempt).expect("what settles was posted");
         *outstanding = outstanding.checked_sub(pieces).expect("a piece settles once");
         if *outstanding == 0 {
@@ -314,8 +334,15 @@ impl Ground {
         match &report {
             SinkReport::Quiet { attempt } => {
                 self.quiet.insert(*attempt);
+                self.tells(process, *attempt, format_args!("the fabric is QUIET, it can write no more, for"));
             }
-            SinkReport::Landed { pieces, .. } => self.tally.landed += pieces.len() as u64,
+            SinkReport::Landed { attempt, pieces } => {
+                for &piece in pieces {
+                    let again = if self.landed.insert((*attempt, piece)) { "" } else { ", reported once more" };
+                    self.tells(process, *attempt, format_args!("piece {piece} has landed whole{again}, of"));
+                }
+                self.tally.landed = self.landed.len() as u64;
+            }
             SinkReport::Broken { .. } => {}
         }
         if let Some(host) = self.hosts.get_mut(&process)

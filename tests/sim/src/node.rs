@@ -1,6 +1,6 @@
 //! One worker of the fleet: its processes, one after the other, each a real engine core with a real role.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{collections::BTreeMap, fmt, sync::Arc};
 
 use tandem_handoff::{
     ids::{Incarnation, RequestId, Time},
@@ -21,6 +21,7 @@ use tandem_worker::{
     kv::sums::{Checksums, PageSums},
     prefill_role::PrefillRole,
     request::{SampleEvent, SampleRequest, SeqId},
+    scheduler::Sequence,
 };
 use tokio::sync::mpsc::{self, error::TryRecvError};
 
@@ -32,6 +33,7 @@ use crate::{
     model,
     network::Control,
     roles::{WatchedDecode, WatchedPrefill},
+    trace::numbers,
 };
 
 /// Which half of a pair.
@@ -79,19 +81,35 @@ pub enum LegEnd {
     Lost,
 }
 
+impl fmt::Display for LegEnd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            LegEnd::Finished(tokens) => write!(f, "with the tokens {}", numbers(tokens)),
+            LegEnd::Failed { refused: true, message } => write!(f, "refused: {message}"),
+            LegEnd::Failed { refused: false, message } => write!(f, "failed: {message}"),
+            LegEnd::Lost => f.write_str("lost with its worker"),
+        }
+    }
+}
+
 /// A sample's stream, as the gateway's connection holds it.
 struct Stream {
     events: mpsc::Receiver<SampleEvent>,
     tokens: Vec<u32>,
 }
 
-/// Pages of a pool by who holds them; leased ones are read by posts that have not settled, whoever owns them.
+/// Who has a page of a worker's pool.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Pins {
-    pub free: usize,
-    pub sequences: usize,
-    pub attempts: usize,
-    pub leased: usize,
+pub enum Owner {
+    Free,
+    /// This request's own, to read and write.
+    Sequence(u64),
+    /// Of the attempt of this request: a peer knows its address and may write it.
+    Attempt(u64),
+    /// This request's own, and read by posts that have not settled.
+    Leased(u64),
+    /// Of no request any more, but posts that have not settled still read it.
+    Pinned,
 }
 
 enum Watched {
@@ -313,14 +331,23 @@ impl Node {
         self.process.as_ref()?.state(id)
     }
 
-    /// Who holds the pages of the worker's pool.
-    pub fn pins(&self) -> Option<Pins> {
+    /// Who has each page of the worker's pool.
+    pub fn owners(&self) -> Option<Vec<Owner>> {
         let process = self.process.as_ref()?;
-        let pool = process.core.scheduler().pool();
-        let counts = pool.counts();
-        let writable = (0..self.setup.shape.pages).filter(|&page| pool.may_write(page)).count();
-        let leased = counts.sequences + counts.pinned - writable;
-        Some(Pins { free: counts.free, sequences: counts.sequences, attempts: counts.attempts, leased })
+        let (pool, mut wire) = (process.core.scheduler().pool(), lock(&self.wire));
+        let memory = wire.ground.memory(process.incarnation);
+        let scheduler = process.core.scheduler();
+        let sequences = scheduler.running().iter().chain(scheduler.handoff().values());
+        let own = |sequence: &Sequence| sequence.pages.indices().iter().map(|&page| (page, sequence.id.0)).collect();
+        let owned: BTreeMap<u32, u64> = sequences.flat_map::<Vec<_>, _>(own).collect();
+        let owner = |page: u32| match (memory.holder(page), owned.get(&page)) {
+            _ if pool.is_free(page) => Owner::Free,
+            (Some(request), _) => Owner::Attempt(request),
+            (None, Some(&request)) if pool.may_write(page) => Owner::Sequence(request),
+            (None, Some(&request)) => Owner::Leased(request),
+            (None, None) => Owner::Pinned,
+        };
+        Some((0..self.setup.shape.pages).map(owner).collect())
     }
 
     /// The states of the requests that the role has not let go of, in the order of their numbers.

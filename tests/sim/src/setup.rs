@@ -26,6 +26,16 @@ pub struct Options {
     pub planted: Planted,
 }
 
+impl Options {
+    /// The flags of the command line that choose the same worlds: a replay needs them besides its seed.
+    pub fn flags(&self) -> String {
+        let world = self.manners.map(|manners| format!(" --world {}", manners.name()));
+        let fabric = self.fabric.map(|kind| format!(" --fabric {}", kind.name()));
+        let calm = self.calm.then(|| " --calm".to_owned());
+        [world, fabric, calm].into_iter().flatten().collect()
+    }
+}
+
 #[derive(Clone, Debug)]
 pub struct Setup {
     pub seed: u64,

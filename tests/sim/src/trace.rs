@@ -34,16 +34,24 @@ impl Trace {
     }
 }
 
+/// `0, 1, 2`, or `none`.
+pub fn numbers(numbers: &[u32]) -> String {
+    if numbers.is_empty() {
+        return "none".to_owned();
+    }
+    numbers.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+}
+
 /// A frame in words.
 pub fn frame(ground: &Ground, frame: &Frame) -> String {
     let name = |attempt| ground.attempt_name(attempt);
     match frame {
         Frame::Reserve(reserve) => format!(
-            "Reserve of {}: room {}, {} tokens, pages {:?}",
+            "Reserve of {}: room {}, {} tokens, pages {}",
             name(reserve.attempt),
             reserve.room,
             reserve.prompt_tokens,
-            reserve.pages
+            numbers(&reserve.pages)
         ),
         Frame::Done(done) => format!("Done of {}: first token {}", name(done.attempt), done.first.token),
         Frame::Failed { attempt, cause } => format!("Failed of {}: {cause}", name(*attempt)),

@@ -182,13 +182,14 @@ impl World {
                 self.pending[index].1 = u64::MAX;
             }
         }
+        let faults: Vec<String> = self.setup.faults.iter().map(ToString::to_string).collect();
         let line = format!(
-            "{} world over {}: {} workers, {} clients, faults {:?}",
+            "{} world over {}: {} workers, clients: {}, faults: {}",
             self.setup.manners.name(),
             self.setup.fabric.name(),
             self.nodes.len(),
             self.setup.clients.len(),
-            self.setup.faults,
+            if faults.is_empty() { "none".to_owned() } else { faults.join("; ") },
         );
         self.say(&line);
     }
@@ -405,7 +406,7 @@ impl World {
         let Some(&exchange) = self.gateway.samples.get(&(node, sample)) else { return };
         let side = self.nodes[node].setup.side;
         if lock(&self.wire).ground.trace.is_on() {
-            let line = format!("request {sample} of {} ends: {end:?}", self.nodes[node].setup.name);
+            let line = format!("request {sample} of {} ends: {end}", self.nodes[node].setup.name);
             self.say(&line);
         }
         let due = self.now + self.draw(50, 1500);

@@ -12,7 +12,8 @@ fn run(options: Options) -> (u64, u64) {
     let reports: Vec<Report> = (0..SEEDS).map(|seed| world::run(seed, options)).collect();
     for report in &reports {
         if let Some(violation) = &report.violation {
-            panic!("seed {}: {violation}; `just sim 1 --replay {}` shows it", report.seed, report.seed);
+            let (seed, flags) = (report.seed, options.flags());
+            panic!("seed {seed}: {violation}; `cargo run --release -p tandem-sim -- --replay {seed}{flags}` shows it");
         }
     }
     let sum = |count: fn(&Report) -> u64| reports.iter().map(count).sum();

@@ -2,6 +2,9 @@
 
 use tandem_sim::lab;
 
+/// Columns of a terminal in which it is to be readable.
+const COLUMNS: usize = 100;
+
 #[test]
 fn the_lab_tells_the_same_stories_every_time() {
     let text = lab::text();
@@ -15,5 +18,25 @@ fn the_lab_tells_the_same_stories_every_time() {
             text.lines().nth(line)
         );
     }
-    assert_eq!(text.matches("every promise was kept").count(), 5, "each story ends well");
+}
+
+#[test]
+fn every_story_ends_well_and_says_what_proved_quiet() {
+    let text = lab::text();
+    assert_eq!(text.matches("\nend: every page is free again, every promise was kept\n").count(), 5);
+    assert_eq!(text.matches("\nproof: ").count(), 5);
+}
+
+#[test]
+fn the_lab_is_readable() {
+    let text = lab::text();
+    for line in text.lines() {
+        assert!(line.chars().count() <= COLUMNS, "{line:?} is wider than {COLUMNS} columns");
+        assert!(!line.contains(['{', '}', '[', ']', '"']), "{line:?} is written for a program");
+    }
+    let steps: Vec<&str> = text.split("\nstep ").skip(1).collect();
+    for step in steps {
+        let what = step.lines().nth(1).expect("a step has lines");
+        assert!(what.contains(" ms  ") || what.starts_with("  => "), "step {step} does not say what happened");
+    }
 }

@@ -13,7 +13,7 @@ use tandem_handoff::{
     source::Piece,
 };
 
-use crate::{ground::Ground, wire::Wire};
+use crate::{ground::Ground, trace::numbers, wire::Wire};
 
 pub mod rdma;
 pub mod shm;
@@ -103,8 +103,10 @@ pub struct SourceEnd {
 impl SourceFabric for SourceEnd {
     fn post(&mut self, attempt: Attempt, pieces: Vec<Piece>) {
         let Wire { ground, fabric, .. } = &mut *lock(&self.wire);
-        let name = ground.attempt_name(attempt);
-        ground.says(self.process, format_args!("posts {} pieces of {name}", pieces.len()));
+        if ground.trace.is_on() {
+            let indices: Vec<u32> = pieces.iter().map(|piece| piece.index).collect();
+            ground.tells(self.process, attempt, format_args!("posts piece {} of", numbers(&indices)));
+        }
         ground.posted(attempt, pieces.len() as u64);
         fabric.post(ground, attempt, pieces);
     }

@@ -123,8 +123,12 @@ impl Rdma {
         let connection = self.connections.entry(channel).or_default();
         let Some(place) = write.in_flight.iter().position(|(at, _)| *at == from) else { return };
         let (_, bytes) = write.in_flight.swap_remove(place);
-        if connection.fenced.contains(&write.rail) || !ground.is_alive(channel.decode) {
+        if !ground.is_alive(channel.decode) {
             return;
+        }
+        if connection.fenced.contains(&write.rail) {
+            let what = format_args!("the fence REFUSES {} bytes that arrive now, of", bytes.len());
+            return ground.tells(channel.decode, attempt, what);
         }
         ground.write_target(attempt, piece.target_rank, piece.target_offset + from, &bytes);
         write.landed += bytes.len();
@@ -248,6 +252,7 @@ impl Rdma {
             return;
         }
         connection.fenced.extend(0..RAILS);
+        ground.says(channel.decode, format_args!("the fence of session {} stands", channel.session.0));
         // P's writes are no longer answered: its adapter gives them up after its retries.
         let delay = ground.rng.range(500, 20_000);
         ground.after(delay, super::Event::Rdma(Event::Unreachable(channel)));

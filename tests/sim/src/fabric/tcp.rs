@@ -173,6 +173,8 @@ impl Tcp {
                 ground.after(delay, super::Event::Tcp(Event::Copied(lane)));
             }
             _ => {
+                let (attempt, length) = (part.attempt, part.bytes.len());
+                ground.tells(channel.decode, attempt, format_args!("reads {length} bytes and throws them AWAY, of"));
                 stream.parts.pop_front();
                 self.schedule_arrive(ground, lane);
             }
