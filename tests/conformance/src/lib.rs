@@ -7,7 +7,7 @@
 //!
 //! A backend takes part by a fixture, a [`Backend`]: `tcp` and `shm` are two. [`CASES`] are plain functions with names, so that
 //! the suite also runs where no test harness is: `tandem-conformance BACKEND` is that program. Each case can fail:
-//! `tests/planted.rs` plants a fault into a good backend, and names the case that must find it.
+//! `tests/planted/` plants a fault into a good backend, and names the case that must find it.
 
 use std::{
     fmt,
