@@ -32,6 +32,7 @@ mod handshake;
 mod hub;
 pub(crate) mod listener;
 mod lobby;
+mod rate;
 mod share;
 pub mod stats;
 

@@ -61,6 +61,7 @@ pub struct TransferMetrics {
     transfer_failed: IntCounter,
     checksum_failed: IntCounter,
     channels: IntCounterVec,
+    handshakes_refused: IntCounterVec,
 }
 
 struct Gauges {
@@ -184,6 +185,11 @@ impl TransferMetrics {
                 "Channels to workers of the other role that were opened, by what carries their pages.",
                 &["backend"],
             ),
+            handshakes_refused: family.own_counters(
+                "handoff_handshakes_refused_total",
+                "Connections of the handoff that did not pass their handshake.",
+                &[],
+            ),
         }
     }
 
@@ -211,6 +217,10 @@ impl TransferMetrics {
 
     pub fn checksum_failed(&self) {
         self.checksum_failed.inc();
+    }
+
+    pub fn handshake_refused(&self) {
+        self.handshakes_refused.with_label_values::<&str>(&[]).inc();
     }
 
     /// A channel's pages go by this backend.
@@ -324,6 +334,7 @@ mod tests {
         metrics.transfer.checksum_failed();
         metrics.requests.responded("/generate", 429, Duration::from_millis(1));
         metrics.transfer.channel_opened(Backend::Shm);
+        metrics.transfer.handshake_refused();
         let loads = Loads { total_pages: 8, free_pages: 6, page_size: 16, used_tokens: 20, ..Loads::default() };
         let text = String::from_utf8(metrics.render(&loads)).unwrap();
         for line in [
@@ -332,6 +343,7 @@ mod tests {
             "sglang:kv_transfer_speed_gb_s_sum{engine_type=\"prefill\",model_name=\"m\\\"1\"} 2",
             "sglang:kv_checksum_failed_total{engine_type=\"prefill\",model_name=\"m\\\"1\"} 1",
             "tandem_handoff_channels_total{backend=\"shm\",engine_type=\"prefill\",model_name=\"m\\\"1\"} 1",
+            "tandem_handoff_handshakes_refused_total{engine_type=\"prefill\",model_name=\"m\\\"1\"} 1",
             "endpoint=\"/generate\",engine_type=\"prefill\",model_name=\"m\\\"1\",status_code=\"429\"} 1",
         ] {
             assert!(text.contains(line), "{line} is not in\n{text}");

@@ -42,7 +42,7 @@ use super::{
     handshake::{self, Key, Met, Nonces, Refusal},
     hub::{Hub, NetControl},
     listener::{CONTROL_PROTOCOL, DATA_PROTOCOL, HANDOFF_PATH, raw_stream},
-    share,
+    share::{self, Unshared},
     stats::HandoffStats,
 };
 
@@ -163,48 +163,49 @@ async fn try_dial(context: &Context, address: &Address) -> Result<Dialled, Refus
         Met::Known(channel, shape) => return Ok(Dialled::Known(channel, shape)),
         Met::New { channel, shape, nonces, path } => (channel, shape, nonces, path),
     };
-    let backend = if maps_pools(context, address, channel, &shape, &nonces, &path).await? {
-        Backend::Shm
-    } else {
+    let (backend, why_not_shm) = carrier(context, address, channel, &shape, &nonces, &path).await?;
+    if backend == Backend::Tcp {
         for rank in 0..context.ranks {
             let data = open_stream(context, address, at, channel, rank, &nonces).await.map_err(lost)?;
             context.fabric.tcp.attach(channel, rank, data);
         }
-        Backend::Tcp
-    };
+    }
     context.stats.carried_by(backend);
     let session = channel.session.0;
-    tracing::info!(prefill = %address, session, backend = backend.name(), "a channel to a prefill worker is open");
+    let backend = backend.name();
+    tracing::info!(prefill = %address, session, backend, why_not_shm, "a channel to a prefill worker is open");
     let opened = Opened::register(&context.hub, channel, context.me, shape, context.heartbeat, nonces);
     Ok(Dialled::New(opened, stream))
 }
 
-/// Whether the channel's pages go by shared memory now. Where that is wanted and cannot be, the log says why.
-async fn maps_pools(
+/// What carries the channel's pages now, and why not shared memory, where this worker's settings leave the choice.
+async fn carrier(
     context: &Context,
     address: &Address,
     channel: Channel,
     shape: &PoolShape,
     nonces: &Nonces,
     path: &Path,
-) -> Result<bool, Refusal> {
-    let why = match path {
-        Path::Tcp { why: None } => return Ok(false),
-        Path::Tcp { why: Some(why) } => (*why).to_owned(),
-        Path::Shm { socket, required } => match share::map_pools(context, socket, channel, nonces, shape).await {
-            Ok(()) => return Ok(true),
-            Err(why) if *required => {
-                let message = format!(
-                    "no shared memory with the prefill worker {address}, which --disaggregation-transfer-backend \
-                         shm demands: {why}"
-                );
-                return Err(Refusal::unfit(Side::Decode, message));
-            }
-            Err(why) => why,
-        },
+) -> Result<(Backend, Option<String>), Refusal> {
+    let (socket, required) = match path {
+        Path::Tcp { why } => return Ok((Backend::Tcp, why.map(str::to_owned))),
+        Path::Shm { socket, required } => (socket, *required),
     };
-    tracing::info!(prefill = %address, why, "pages come by tcp, not by shared memory");
-    Ok(false)
+    match share::map_pools(context, (socket, required), channel, nonces, shape).await {
+        Ok(()) => Ok((Backend::Shm, None)),
+        Err(Unshared::Agreed(why)) if !required => Ok((Backend::Tcp, Some(why))),
+        Err(Unshared::Agreed(why)) => {
+            let message = format!(
+                "no shared memory with the prefill worker {address}, which --disaggregation-transfer-backend shm \
+                 demands: {why}"
+            );
+            Err(Refusal::unfit(Side::Decode, message))
+        }
+        Err(Unshared::Unclear(why)) => {
+            let message = format!("the prefill worker {address} ended the handshake for shared memory: {why}");
+            Err(Refusal::unreachable(Side::Decode, message))
+        }
+    }
 }
 
 /// The first of the host's addresses that accepts.

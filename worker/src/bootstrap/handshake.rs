@@ -1,7 +1,10 @@
 //! The handshake of control channels and data streams over a connected stream. The order of messages is drawn in
 //! `tandem_handoff::wire::hello`; this file moves them, and takes the MACs.
 
-use std::path::Path;
+use std::{
+    io::{self, ErrorKind},
+    path::Path,
+};
 
 use hmac::{Hmac, Mac as _};
 use sha2::Sha256;
@@ -106,14 +109,18 @@ pub(super) trait Stream: AsyncRead + AsyncWrite + Unpin {}
 impl<S: AsyncRead + AsyncWrite + Unpin> Stream for S {}
 
 async fn send(stream: &mut impl Stream, greeting: &Greeting) -> Result<(), String> {
-    write_framed(stream, &greeting.encode()).await.map_err(|error| error.to_string())
+    write_framed(stream, &greeting.encode()).await.map_err(broken)
+}
+
+fn broken(error: io::Error) -> String {
+    match error.kind() {
+        ErrorKind::UnexpectedEof | ErrorKind::BrokenPipe | ErrorKind::ConnectionReset => HUNG_UP.to_owned(),
+        _ => error.to_string(),
+    }
 }
 
 async fn receive(stream: &mut impl Stream) -> Result<Greeting, String> {
-    let bytes = read_framed(stream, GREETING_BYTES_MAX).await.map_err(|error| match error.kind() {
-        std::io::ErrorKind::UnexpectedEof => HUNG_UP.to_owned(),
-        _ => error.to_string(),
-    })?;
+    let bytes = read_framed(stream, GREETING_BYTES_MAX).await.map_err(broken)?;
     Greeting::decode(&bytes).map_err(|error| error.to_string())
 }
 
@@ -231,7 +238,8 @@ pub(super) async fn welcome(stream: &mut impl Stream, session: SessionId, identi
     send(stream, &Greeting::Welcome { session, identity: identity.clone() }).await
 }
 
-async fn refuse<T>(stream: &mut impl Stream, message: String) -> Result<T, String> {
+/// Tells the peer why; the error is the same.
+pub(super) async fn refuse<T>(stream: &mut impl Stream, message: String) -> Result<T, String> {
     let cause = Cause::new(Side::Prefill, CauseKind::Unfit, message.clone());
     send(stream, &Greeting::Refused(cause)).await?;
     Err(message)
@@ -284,14 +292,16 @@ pub(super) async fn accept_stream(
     Ok((channel, rank))
 }
 
-/// D's half of asking for P's pools on P's Unix socket. They come next, and then [`mapped`] follows.
+/// D's half of asking for P's pools on P's Unix socket, which it knows as `socket`. They come next, and then [`mapped`]
+/// follows.
 pub(super) async fn ask_for_pools(
     stream: &mut impl Stream,
     key: &Key,
+    socket: &str,
     channel: Channel,
     nonces: &Nonces,
 ) -> Result<(), String> {
-    let mac = key.sign(&signed::share(&nonces.decode, &nonces.prefill, &channel));
+    let mac = key.sign(&signed::share(&nonces.decode, &nonces.prefill, &channel, socket));
     send(stream, &Greeting::Share { channel, mac }).await?;
     bound(stream).await
 }
@@ -302,19 +312,24 @@ pub(super) async fn mapped(stream: &mut impl Stream) -> Result<(), String> {
     bound(stream).await
 }
 
-/// P's half: for which channel the stream asks for pools. `nonces` looks the channel up among the open ones.
+/// P's half: for which channel the stream asks for pools on `socket`. `nonces` looks the channel up among the open ones, or
+/// says why this peer gets none. The peer's greeting is read before it is refused: it would not read the reason otherwise.
 pub(super) async fn asked_for_pools(
     stream: &mut impl Stream,
     key: &Key,
-    nonces: impl Fn(Channel) -> Option<Nonces>,
+    socket: &str,
+    nonces: impl Fn(Channel) -> Result<Nonces, &'static str>,
 ) -> Result<Channel, String> {
     let Greeting::Share { channel, mac } = receive(stream).await? else {
         return Err("the peer does not speak the handoff protocol".to_owned());
     };
-    let bound = nonces(channel)
-        .is_some_and(|nonces| key.verify(&signed::share(&nonces.decode, &nonces.prefill, &channel), &mac));
-    if !bound {
-        return refuse(stream, "the stream belongs to no open channel".to_owned()).await;
+    let nonces = match nonces(channel) {
+        Ok(nonces) => nonces,
+        Err(why) => return refuse(stream, why.to_owned()).await,
+    };
+    if !key.verify(&signed::share(&nonces.decode, &nonces.prefill, &channel, socket), &mac) {
+        let why = "the stream does not prove that its channel is its own, or came by another name of this socket";
+        return refuse(stream, why.to_owned()).await;
     }
     send(stream, &Greeting::Bound).await?;
     Ok(channel)

@@ -100,6 +100,9 @@ impl HandoffStats {
 
     pub(crate) fn handshake_refused(&self) {
         self.handshakes_refused.fetch_add(1, Relaxed);
+        if let Some(metrics) = &self.metrics {
+            metrics.handshake_refused();
+        }
     }
 }
 

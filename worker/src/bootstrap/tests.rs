@@ -28,6 +28,7 @@ use crate::{
 };
 
 mod faults;
+mod sharing;
 mod transfer;
 
 /// What each story is told over: the pages go by TCP, or by shared memory.

@@ -251,9 +251,10 @@ pub mod signed {
         w.0
     }
 
-    pub fn share(nonce_d: &Nonce, nonce_p: &Nonce, channel: &Channel) -> Vec<u8> {
+    /// `socket` is the name of P's socket as D has it: P hands nothing over to whom another name was told.
+    pub fn share(nonce_d: &Nonce, nonce_p: &Nonce, channel: &Channel, socket: &str) -> Vec<u8> {
         let mut w = over(4, nonce_d, nonce_p);
-        w.channel(channel);
+        w.channel(channel).bytes(socket.as_bytes());
         w.0
     }
 }

@@ -43,7 +43,7 @@ pub struct Transfer {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Path {
     Tcp {
-        /// Why not shared memory, where it was not simply turned off.
+        /// Why not shared memory, where D has not turned it off itself.
         why: Option<&'static str>,
     },
     Shm {
@@ -69,11 +69,12 @@ impl Path {
                      they would agree"
                 ))
             } else {
-                Ok(Path::Tcp { why: None })
+                let other = (decode.backend == Backend::Auto).then_some("the prefill worker is set to tcp");
+                Ok(Path::Tcp { why: other })
             };
         }
         let obstacle = if prefill.host.is_empty() || prefill.host != decode.host {
-            Some("the two workers run on different hosts")
+            Some("the two workers run on different hosts (their kernels have different boot ids)")
         } else if prefill.socket.is_empty() {
             Some("the prefill worker serves no shared memory")
         } else {
@@ -128,9 +129,10 @@ mod tests {
         ] {
             assert_eq!(on(p, d), Ok(Path::Shm { socket: "s".into(), required }), "{p:?} {d:?}");
         }
-        for (p, d) in [(Backend::Tcp, Backend::Auto), (Backend::Auto, Backend::Tcp), (Backend::Tcp, Backend::Tcp)] {
+        for (p, d) in [(Backend::Auto, Backend::Tcp), (Backend::Tcp, Backend::Tcp)] {
             assert_eq!(on(p, d), Ok(Path::Tcp { why: None }), "{p:?} {d:?}");
         }
+        assert_eq!(on(Backend::Tcp, Backend::Auto), Ok(Path::Tcp { why: Some("the prefill worker is set to tcp") }));
         for (p, d) in [(Backend::Tcp, Backend::Shm), (Backend::Shm, Backend::Tcp)] {
             let refusal = on(p, d).expect_err("one demands what the other will not");
             let both = format!("prefill {}, decode {}", p.name(), d.name());

@@ -17,12 +17,12 @@ use crate::bootstrap::{
 
 const ME: Incarnation = Incarnation(77);
 
-fn no_key() -> HandoffKey {
+pub(super) fn no_key() -> HandoffKey {
     HandoffKey::load(None).expect("no key is a key")
 }
 
 /// A connection that has left HTTP.
-async fn upgraded(port: u16, protocol: &str) -> AsyncStream {
+pub(super) async fn upgraded(port: u16, protocol: &str) -> AsyncStream {
     let mut stream = AsyncStream::connect(("127.0.0.1", port)).await.expect("connect");
     let head = format!("GET /handoff HTTP/1.1\r\nhost: p\r\nconnection: upgrade\r\nupgrade: {protocol}\r\n\r\n");
     stream.write_all(head.as_bytes()).await.expect("write");
