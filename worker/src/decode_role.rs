@@ -20,6 +20,7 @@ use crate::{
         ControlEvent, ControlPlane, HandoffKey, HandoffParts, dialler, limits, sample_error, stats::HandoffStats,
     },
     kv::sums::Checksums,
+    quarantine_log::{self, QuarantineLog},
     request::{SampleError, SeqId},
 };
 
@@ -82,6 +83,7 @@ pub struct DecodeRole {
     /// Present where checksums are asked for.
     checksums: Option<Checksums>,
     announcer: Announcer,
+    quarantine_log: QuarantineLog,
 }
 
 impl DecodeRole {
@@ -117,6 +119,7 @@ impl DecodeRole {
             facts: Vec::new(),
             checksums: None,
             announcer: Announcer::new("decode"),
+            quarantine_log: QuarantineLog::new("decode", quarantine_log::FENCED),
         }
     }
 
@@ -250,6 +253,7 @@ impl DecodeHandoff for DecodeRole {
         }
         self.sink.tick(now);
         self.act(now);
+        self.quarantine_log.look(self.sink.quarantined(), |attempt| attempt.prefill);
         std::mem::take(&mut self.facts)
     }
 

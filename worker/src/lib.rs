@@ -9,9 +9,12 @@ pub mod error;
 mod host;
 pub mod http;
 pub mod kv;
+#[cfg(test)]
+mod log_lines;
 pub mod metrics;
 pub mod output;
 pub mod prefill_role;
+mod quarantine_log;
 pub mod request;
 mod run;
 pub mod sampling;

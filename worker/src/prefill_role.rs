@@ -20,6 +20,7 @@ use crate::{
         stats::HandoffStats,
     },
     kv::sums::Checksums,
+    quarantine_log::{self, QuarantineLog},
     request::{SampleError, SeqId},
 };
 
@@ -98,6 +99,7 @@ pub struct PrefillRole {
     /// Absent where the pages cannot be read by this process.
     checksums: Option<Checksums>,
     announcer: Announcer,
+    quarantine_log: QuarantineLog,
 }
 
 impl PrefillRole {
@@ -121,8 +123,17 @@ impl PrefillRole {
         control: Box<dyn ControlPlane>,
         stats: Arc<HandoffStats>,
     ) -> Self {
-        let announcer = Announcer::new("prefill");
-        Self { source, fabric, control, stats, met: BTreeMap::new(), facts: Vec::new(), checksums: None, announcer }
+        Self {
+            source,
+            fabric,
+            control,
+            stats,
+            met: BTreeMap::new(),
+            facts: Vec::new(),
+            checksums: None,
+            announcer: Announcer::new("prefill"),
+            quarantine_log: QuarantineLog::new("prefill", quarantine_log::WRITES_END),
+        }
     }
 
     /// Computes the checksums that a decode worker asks for.
@@ -260,6 +271,7 @@ impl PrefillHandoff for PrefillRole {
         }
         self.source.tick(now);
         self.act(now);
+        self.quarantine_log.look(self.source.quarantined(), |attempt| attempt.decode);
         std::mem::take(&mut self.facts)
     }
 

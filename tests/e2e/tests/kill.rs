@@ -38,7 +38,11 @@ fn short() -> Value {
 }
 
 async fn start(test: &str) -> Fleet {
-    Fleet::start(test, FleetOptions::pd(1, 1).prefill_args(SLOW_PREFILL).decode_args("--threads 1")).await
+    Fleet::start(
+        test,
+        FleetOptions::pd(1, 1).prefill_args(SLOW_PREFILL).decode_args("--threads 1 --enable-kv-checksum"),
+    )
+    .await
 }
 
 /// Long prompts on their way, half of them streamed.

@@ -3,7 +3,8 @@
 //! fleet answers rightly, and every pool is full again.
 //!
 //! Some states last for less than a message between processes takes (`verifying`, and `draining` over TCP): there a fault
-//! strikes just after. The simulator strikes within them.
+//! strikes just after. The simulator strikes within `draining`. Within `verifying`, which begins and ends in one turn of the
+//! decode worker's engine, neither can: worker/handoff/src/pair/verify.rs does, on the machines alone.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex};

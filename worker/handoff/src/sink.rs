@@ -174,11 +174,14 @@ impl Sink {
 
     /// Pages of ended attempts that are not proven quiet, and how many of them are past the drain deadline.
     pub fn draining_pages(&self) -> (usize, usize) {
-        let pages = |only_quarantined: bool| {
-            let counted = self.draining.values().filter(|draining| draining.quarantined || !only_quarantined);
-            counted.map(|draining| draining.pages.len()).sum()
-        };
-        (pages(false), pages(true))
+        let draining = self.draining.values().map(|draining| draining.pages.len()).sum();
+        (draining, self.quarantined().map(|(_, pages)| pages).sum())
+    }
+
+    /// The attempts whose pages are past the drain deadline, and how many each has.
+    pub fn quarantined(&self) -> impl Iterator<Item = (Attempt, usize)> + '_ {
+        let quarantined = self.draining.iter().filter(|(_, draining)| draining.quarantined);
+        quarantined.map(|(attempt, draining)| (*attempt, draining.pages.len()))
     }
 
     /// Where the request is; `None` once its pages were given back.

@@ -209,11 +209,15 @@ impl Source {
 
     /// Pages of ended requests whose posts did not settle within the drain deadline.
     pub fn quarantined_pages(&self) -> usize {
-        let pages = |request: &Request| match &request.state {
-            State::Draining { transfer, .. } if transfer.quarantined => transfer.written,
-            _ => 0,
-        };
-        self.requests.values().map(pages).sum()
+        self.quarantined().map(|(_, pages)| pages).sum()
+    }
+
+    /// The attempts that hold these pages, and how many each.
+    pub fn quarantined(&self) -> impl Iterator<Item = (Attempt, usize)> + '_ {
+        self.requests.values().filter_map(|request| match &request.state {
+            State::Draining { transfer, .. } if transfer.quarantined => Some((transfer.attempt, transfer.written)),
+            _ => None,
+        })
     }
 
     /// Where the request is; `None` once it is forgotten.

@@ -116,9 +116,9 @@ impl Opened {
         };
         let session = channel.session.0;
         if me == channel.prefill {
-            tracing::info!(decode = socket, session, why, "the control channel to a decode worker ended");
+            tracing::info!(decode = socket, %peer, session, why, "the control channel to a decode worker ended");
         } else {
-            tracing::info!(prefill = dialled, socket, session, why, "the control channel to a prefill worker ended");
+            tracing::info!(prefill = dialled, socket, %peer, session, why, "the control channel to a prefill worker ended");
         }
         hub.lines().remove(&channel);
         let _ = hub.report(ControlEvent::Down { channel, why }).await;

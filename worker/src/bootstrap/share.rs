@@ -135,6 +135,8 @@ async fn serve(door: Arc<Door>, stream: UnixStream, place: Place, welcome: bool)
             door.context.stats.carried_by(Backend::Shm);
             tracing::info!(
                 session = channel.session.0,
+                decode = %channel.decode,
+                pid = peer.and_then(|peer| peer.pid()),
                 backend = "shm",
                 "a decode worker of this host maps the KV pools"
             );
