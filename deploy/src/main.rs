@@ -1,5 +1,6 @@
 //! The one binary, `tandem`: the words of the command line, and nothing else. Each subcommand is a library call.
 
+mod descriptors;
 mod leash;
 mod logging;
 mod up;
@@ -51,10 +52,19 @@ fn main() -> ExitCode {
 fn run(command: Command) -> Result<ExitCode, Box<dyn Error>> {
     match command {
         Command::Up(args) => up::run(*args)?,
-        Command::Gateway(args) => tandem_gateway::run(*args)?,
+        Command::Gateway(args) => {
+            if let Some(shortage) = descriptors::gateway_shortage(descriptors::raise()) {
+                // The gateway sets its log up by itself, later.
+                let _ = stderr().write_all(format!("tandem: {shortage}\n").as_bytes());
+            }
+            tandem_gateway::run(*args)?;
+        }
         Command::Worker(args) => {
             let args = args.merged()?;
             logging::start(args.log_level.as_deref())?;
+            if let Some(shortage) = descriptors::worker_shortage(descriptors::raise(), args.connections_max()) {
+                tracing::warn!("{shortage}");
+            }
             return Ok(tandem_worker::run(args)?.exit_status().into());
         }
     }

@@ -22,9 +22,9 @@ pub struct GatewayArgs {
     #[arg(long, value_name = "FILE", env = "TANDEM_GATEWAY_CONFIG")]
     #[serde(skip)]
     pub config: Option<PathBuf>,
-    /// Serve with prefill and decode on separate workers.
+    /// Serve with prefill and decode on separate workers. In the environment: true, false, 1 or 0.
     #[arg(long)]
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    #[serde(default, skip_serializing_if = "std::ops::Not::not", deserialize_with = "switch")]
     pub pd_disaggregation: bool,
     /// A prefill worker and its bootstrap port; without a port the worker is asked for it. Repeatable.
     #[arg(long, value_names = ["URL", "BOOTSTRAP_PORT"], num_args = 1..=2, action = clap::ArgAction::Append)]
@@ -149,6 +149,25 @@ impl Word {
 /// A string or number: the environment's `1234` is a key as much as `abcd` is.
 fn word<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<String>, D::Error> {
     Ok(Option::<Word>::deserialize(deserializer)?.map(Word::text))
+}
+
+/// A flag: the environment's `1` is as good as its `true`.
+fn switch<'de, D: Deserializer<'de>>(deserializer: D) -> Result<bool, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Switch {
+        Bool(bool),
+        Word(Word),
+    }
+    let text = match Switch::deserialize(deserializer)? {
+        Switch::Bool(on) => return Ok(on),
+        Switch::Word(word) => word.text(),
+    };
+    match text.as_str() {
+        "true" | "1" => Ok(true),
+        "false" | "0" => Ok(false),
+        _ => Err(serde::de::Error::custom(format!("{text:?} is none of true, false, 1 and 0"))),
+    }
 }
 
 /// A list, or one string of words separated by blanks or commas.
@@ -440,6 +459,23 @@ mod tests {
         std::fs::write(&path, "prot = 1\n").unwrap();
         let error = parse(&format!("--config {}", path.display())).merged().unwrap_err().to_string();
         assert!(error.contains("prot") && error.contains("file") && error.contains("gateway.toml"), "{error}");
+    }
+
+    #[test]
+    fn a_switch_takes_the_words_and_the_numbers() {
+        let read = |value: serde_json::Value| {
+            serde_json::from_value::<GatewayArgs>(serde_json::json!({ "pd_disaggregation": value }))
+                .map(|args| args.pd_disaggregation)
+                .map_err(|error| error.to_string())
+        };
+        for (on, values) in
+            [(true, [true.into(), 1.into(), "true".into()]), (false, [false.into(), 0.into(), "0".into()])]
+        {
+            for value in values {
+                assert_eq!(read(value), Ok(on));
+            }
+        }
+        assert!(read("yes".into()).unwrap_err().contains("true, false, 1 and 0"));
     }
 
     #[test]

@@ -1,4 +1,5 @@
 //! The worker: HTTP, scheduler, KV pool, roles.
+mod accept_log;
 mod announce;
 pub mod backend;
 pub mod bootstrap;

@@ -70,6 +70,10 @@ impl Ended {
 /// What keeps the worker from starting; the message says what to do.
 pub fn run(args: WorkerArgs) -> Result<Ended, StartError> {
     let settings = Settings::check(&args.merged()?, host::cores())?;
+    if !settings.idle_flags.is_empty() {
+        let flags = settings.idle_flags.join(", ");
+        tracing::warn!(flags, role = settings.role.name(), "settings that do nothing in this role");
+    }
     let runtime = Builder::new_multi_thread()
         .worker_threads(IO_THREADS)
         .enable_all()

@@ -11,7 +11,7 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use bytes::Bytes;
@@ -45,7 +45,7 @@ use super::{
     share::{self, SharePort},
     stats::HandoffStats,
 };
-use crate::{config::HandoffConfig, http::listen};
+use crate::{accept_log::AcceptLog, config::HandoffConfig, http::listen};
 
 /// The path of both Upgrades.
 pub(super) const HANDOFF_PATH: &str = "/handoff";
@@ -137,11 +137,12 @@ pub(crate) fn start(
 
 async fn accept(context: Arc<Context>, listener: TcpListener) {
     let lobby = Arc::new(Lobby::new(UNAUTHENTICATED_MAX));
+    let mut log = AcceptLog::new("bootstrap");
     loop {
         let (stream, peer) = match listener.accept().await {
             Ok(accepted) => accepted,
             Err(error) => {
-                tracing::warn!(%error, "the bootstrap port could not accept a connection");
+                log.failed(Instant::now(), &error);
                 sleep(ACCEPT_PAUSE).await;
                 continue;
             }

@@ -30,7 +30,7 @@ use super::{
     lobby::{Lobby, Place},
     rate::RateGate,
 };
-use crate::host;
+use crate::{accept_log::AcceptLog, host};
 
 /// What names of these sockets begin with: D connects to no other.
 pub(super) const PREFIX: &str = "tandem-kv-";
@@ -113,6 +113,7 @@ pub(super) async fn accept(context: Arc<listener::Context>, port: Option<SharePo
     let lobby = Arc::new(Lobby::new(UNAUTHENTICATED_MAX));
     let foreigners = Arc::new(Lobby::new(FOREIGNERS_MAX));
     let door = Arc::new(Door { context, name, refusals: Mutex::new(RateGate::new(REFUSALS_TOLD_EVERY)) });
+    let mut log = AcceptLog::new("shared memory");
     loop {
         match listener.accept().await {
             Ok((stream, _)) => {
@@ -121,7 +122,7 @@ pub(super) async fn accept(context: Arc<listener::Context>, port: Option<SharePo
                 tokio::spawn(serve(Arc::clone(&door), stream, place, welcome));
             }
             Err(error) => {
-                tracing::warn!(%error, "the socket for shared memory could not accept a connection");
+                log.failed(Instant::now(), &error);
                 sleep(ACCEPT_PAUSE).await;
             }
         }

@@ -90,7 +90,8 @@ pub struct WorkerArgs {
     #[arg(long, value_name = "TOKENS")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub num_reserved_decode_tokens: Option<u32>,
-    /// KV pages that may stay in quarantine; with more the worker stops in order and exits with status 3 [default: a quarter of the pool]
+    /// KV pages that may stay in quarantine, up to the whole pool; with more the worker stops in order and exits with
+    /// status 3 [default: a quarter of the pool]
     #[arg(long, value_name = "PAGES")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub quarantine_pages_max: Option<u32>,
@@ -119,9 +120,9 @@ pub struct WorkerArgs {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub handoff_key_file: Option<PathBuf>,
     /// Decode: verify each prompt's KV pages against checksums before decoding. The prefill worker computes them for each
-    /// decode worker that asks, whatever its own setting
+    /// decode worker that asks, whatever its own setting. In the environment: true, false, 1 or 0
     #[arg(long)]
-    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    #[serde(skip_serializing_if = "std::ops::Not::not", deserialize_with = "switch")]
     pub enable_kv_checksum: bool,
     /// Prefill: how long a request or a reservation waits for its other half [default: 300000]
     #[arg(long, value_name = "MS")]
@@ -170,6 +171,11 @@ pub enum Device {
 }
 
 impl WorkerArgs {
+    /// HTTP connections at once.
+    pub fn connections_max(&self) -> usize {
+        self.max_connections.unwrap_or(8192)
+    }
+
     /// These flags over the environment over the settings file. Merging twice changes nothing.
     pub fn merged(self) -> Result<WorkerArgs, StartError> {
         let environment = || Env::prefixed(ENV_PREFIX).filter(|key| !from_kubernetes(key.as_str()));
@@ -230,4 +236,37 @@ fn text<'de, D: Deserializer<'de>>(source: D) -> Result<Option<String>, D::Error
         Scalar::Float(number) => number.to_string(),
         Scalar::Bool(flag) => flag.to_string(),
     }))
+}
+
+/// A flag out of a source without types: an environment variable `ENABLE_KV_CHECKSUM=1` arrives as a number.
+fn switch<'de, D: Deserializer<'de>>(source: D) -> Result<bool, D::Error> {
+    let word = text(source)?.unwrap_or_default();
+    match word.as_str() {
+        "true" | "1" => Ok(true),
+        "false" | "0" => Ok(false),
+        _ => Err(serde::de::Error::custom(format!("{word:?} is none of true, false, 1 and 0"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_switch_takes_the_words_and_the_numbers() {
+        let read = |value: serde_json::Value| {
+            serde_json::from_value::<WorkerArgs>(serde_json::json!({ "enable_kv_checksum": value }))
+                .map(|args| args.enable_kv_checksum)
+                .map_err(|error| error.to_string())
+        };
+        for on in [true.into(), 1.into(), "1".into(), "true".into()] {
+            assert_eq!(read(on), Ok(true));
+        }
+        for off in [false.into(), 0.into(), "0".into(), "false".into()] {
+            assert_eq!(read(off), Ok(false));
+        }
+        for bad in [2.into(), "yes".into(), "".into()] {
+            assert!(read(bad).unwrap_err().contains("true, false, 1 and 0"));
+        }
+    }
 }

@@ -25,6 +25,8 @@ pub struct Settings {
     pub handoff: HandoffConfig,
     pub cpu_math: CpuMath,
     pub threads: usize,
+    /// Flags that were given and do nothing in this role.
+    pub idle_flags: Vec<&'static str>,
     limits: Limits,
 }
 
@@ -74,6 +76,7 @@ impl Settings {
         let host = args.host.clone().unwrap_or_else(|| "127.0.0.1".into());
         Ok(Settings {
             served_model_name: served,
+            idle_flags: idle_flags(args, role),
             role,
             handoff: check_handoff(args, &host)?,
             http: check_http(args, host)?,
@@ -117,6 +120,14 @@ impl Settings {
             None => self.tokens_in_budget(model, context_length)?,
         };
         self.checksums_fit(model.kv_heads, context_length.min(max_total_tokens))?;
+        let pages = max_total_tokens / limits.page_size;
+        let quarantine_pages_max = limits.quarantine_pages_max.unwrap_or(pages / QUARANTINE_SHARE);
+        require(quarantine_pages_max <= pages, || {
+            format!(
+                "--quarantine-pages-max {quarantine_pages_max} is more than the {pages} pages of the KV pool; {pages} is \
+                 never passed"
+            )
+        })?;
         Ok(EngineConfig {
             role: self.role,
             page_size: limits.page_size,
@@ -126,9 +137,7 @@ impl Settings {
             max_total_tokens,
             context_length,
             num_reserved_decode_tokens: limits.num_reserved_decode_tokens,
-            quarantine_pages_max: limits
-                .quarantine_pages_max
-                .unwrap_or(max_total_tokens / limits.page_size / QUARANTINE_SHARE),
+            quarantine_pages_max,
             tp_size: limits.tp_size,
             cpu_math: self.cpu_math,
             threads: self.threads,
@@ -179,10 +188,22 @@ fn transfer_backend(args: &WorkerArgs) -> Result<Backend, StartError> {
     let Some(wanted) = args.disaggregation_transfer_backend.as_deref() else {
         return Ok(Backend::Auto);
     };
+    let names = Backend::ALL.map(Backend::name).join(", ");
+    require(!wanted.is_empty(), || format!("--disaggregation-transfer-backend is empty; it is one of {names}"))?;
     Backend::ALL.into_iter().find(|backend| backend.name() == wanted).ok_or_else(|| {
-        let names = Backend::ALL.map(Backend::name).join(", ");
         refuse(&format!("--disaggregation-transfer-backend {wanted} is not in this build; it has {names}"))
     })
+}
+
+/// What was asked for in vain, so that nobody relies on it.
+fn idle_flags(args: &WorkerArgs, role: Role) -> Vec<&'static str> {
+    let no_handoff = role == Role::Null;
+    let flags = [
+        ("--enable-kv-checksum", args.enable_kv_checksum && role != Role::Decode),
+        ("--disaggregation-transfer-backend", args.disaggregation_transfer_backend.is_some() && no_handoff),
+        ("--quarantine-pages-max", args.quarantine_pages_max.is_some() && no_handoff),
+    ];
+    flags.into_iter().filter_map(|(flag, idle)| idle.then_some(flag)).collect()
 }
 
 fn check_limits(args: &WorkerArgs) -> Result<Limits, StartError> {
@@ -251,7 +272,7 @@ fn check_http(args: &WorkerArgs, host: String) -> Result<HttpConfig, StartError>
     require((1024..=1 << 32).contains(&body_bytes_max), || {
         format!("--max-body-bytes {body_bytes_max} is not between 1024 and {}", 1u64 << 32)
     })?;
-    let connections_max = args.max_connections.unwrap_or(8192);
+    let connections_max = args.connections_max();
     require((1..=1 << 20).contains(&connections_max), || {
         format!("--max-connections {connections_max} is not between 1 and {}", 1 << 20)
     })?;
@@ -318,10 +339,14 @@ mod tests {
     #[test]
     fn every_refusal_names_the_flag() {
         type Change = fn(&mut WorkerArgs);
-        let cases: [(&str, Change); 12] = [
+        let cases: [(&str, Change); 14] = [
             ("--model-path", |a| a.model_path = None),
             ("no CUDA engine", |a| a.device = Some(Device::Cuda)),
             ("transfer-backend mooncake", |a| a.disaggregation_transfer_backend = Some("mooncake".into())),
+            ("transfer-backend is empty; it is one of", |a| a.disaggregation_transfer_backend = Some(String::new())),
+            ("--quarantine-pages-max 129 is more than the 128 pages", |a| {
+                (a.max_total_tokens, a.quarantine_pages_max) = (Some(2048), Some(129));
+            }),
             ("--page-size 24", |a| a.page_size = Some(24)),
             ("--chunked-prefill-size 100", |a| a.chunked_prefill_size = Some(100)),
             ("--tp-size 2 does not divide", |a| a.tp_size = Some(2)),
@@ -338,6 +363,32 @@ mod tests {
             let message = refusal(args);
             assert!(message.contains(part), "{message:?} lacks {part:?}");
         }
+    }
+
+    #[test]
+    fn a_quarantine_limit_may_be_the_whole_pool() {
+        let args = WorkerArgs { max_total_tokens: Some(2048), quarantine_pages_max: Some(128), ..args() };
+        let engine = Settings::check(&args, 2).unwrap().engine(&facts()).unwrap();
+        assert_eq!(engine.quarantine_pages_max, 128);
+    }
+
+    #[test]
+    fn flags_that_do_nothing_in_a_role_are_found() {
+        let idle = |role| {
+            let args = WorkerArgs {
+                disaggregation_mode: Some(role),
+                disaggregation_transfer_backend: Some("shm".into()),
+                enable_kv_checksum: true,
+                quarantine_pages_max: Some(1),
+                ..args()
+            };
+            Settings::check(&args, 2).unwrap().idle_flags
+        };
+        let all = ["--enable-kv-checksum", "--disaggregation-transfer-backend", "--quarantine-pages-max"];
+        assert_eq!(idle(Role::Null), all);
+        assert_eq!(idle(Role::Prefill), all[..1]);
+        assert_eq!(idle(Role::Decode), all[..0]);
+        assert_eq!(Settings::check(&args(), 2).unwrap().idle_flags, all[..0]);
     }
 
     #[test]

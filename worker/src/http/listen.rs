@@ -11,7 +11,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use axum::Router;
@@ -30,6 +30,8 @@ use tokio::{
     sync::{Semaphore, watch},
     task::JoinSet,
 };
+
+use crate::accept_log::AcceptLog;
 
 const BACKLOG: u32 = 1024;
 /// After accept fails (out of file descriptors, mostly), before the next try.
@@ -83,6 +85,7 @@ impl Server {
 
     /// Accepts until the signal to stop.
     pub async fn accept(&mut self, listener: TcpListener) {
+        let mut log = AcceptLog::new("http");
         let places = Arc::new(Semaphore::new(self.connections_max));
         let stop = stopped(self.stop.clone());
         tokio::pin!(stop);
@@ -105,7 +108,7 @@ impl Server {
                     });
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "a connection could not be accepted");
+                    log.failed(Instant::now(), &error);
                     tokio::time::sleep(ACCEPT_PAUSE).await;
                 }
             }
