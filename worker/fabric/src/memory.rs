@@ -12,7 +12,10 @@ use std::{
     ptr::NonNull,
 };
 
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::{
+    fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create},
+    process::{Resource, getrlimit},
+};
 use tandem_handoff::checksum::head_checksum;
 
 /// A zeroed mapping that lives as long as this value. Huge pages are asked for and not insisted on.
@@ -23,7 +26,14 @@ use tandem_handoff::checksum::head_checksum;
 pub struct PoolMemory {
     base: NonNull<u8>,
     bytes: usize,
-    shared: Option<OwnedFd>,
+    sharing: Sharing,
+}
+
+#[derive(Debug)]
+enum Sharing {
+    Shared(OwnedFd),
+    /// With the reason, where it was to be shared.
+    Private(Option<io::Error>),
 }
 
 // SAFETY: the mapping is plain memory owned by this value; access through the pointer is synchronised by page
@@ -39,20 +49,32 @@ impl PoolMemory {
     pub fn new(bytes: usize) -> io::Result<Self> {
         let bytes = bytes.max(1);
         let base = map(bytes, libc::PROT_READ | libc::PROT_WRITE, None)?;
-        Ok(Self { base, bytes, shared: None })
+        Ok(Self { base, bytes, sharing: Sharing::Private(None) })
     }
 
     /// Memory that another process can map for reading, by [`PoolMemory::descriptor`]. Nobody can change its size, and
     /// nobody but this value can write it: it is sealed, once this value's own mapping exists.
     ///
     /// # Errors
-    /// When the system has no memory files, or cannot seal them in this way (Linux before 5.1).
+    /// When the system has no memory files, or cannot seal them in this way (Linux before 5.1), or this process may not
+    /// make files of this size.
     pub fn shared(bytes: usize) -> io::Result<Self> {
+        Self::shared_within(getrlimit(Resource::Fsize).current, bytes)
+    }
+
+    /// Making a file longer than the limit of the process does not fail: the signal `SIGXFSZ` ends the process.
+    fn shared_within(file_bytes_max: Option<u64>, bytes: usize) -> io::Result<Self> {
         let bytes = bytes.max(1);
+        if let Some(max) = file_bytes_max.filter(|max| *max < bytes as u64) {
+            let message = format!(
+                "this process may make files of {max} bytes (RLIMIT_FSIZE, ulimit -f) and shared memory takes {bytes}"
+            );
+            return Err(io::Error::new(io::ErrorKind::FileTooLarge, message));
+        }
         let file = memfd_create("tandem-kv", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         ftruncate(&file, bytes as u64)?;
         let base = map(bytes, libc::PROT_READ | libc::PROT_WRITE, Some(file.as_fd()))?;
-        let memory = Self { base, bytes, shared: Some(file) };
+        let memory = Self { base, bytes, sharing: Sharing::Shared(file) };
         fcntl_add_seals(memory.descriptor().expect("it was just made"), SEALS | SealFlags::SEAL)?;
         Ok(memory)
     }
@@ -64,13 +86,26 @@ impl PoolMemory {
     pub fn shared_if_possible(bytes: usize) -> io::Result<Self> {
         Self::shared(bytes).or_else(|error| {
             tracing::warn!(%error, "the KV pool is private memory: decode workers of this host cannot map it");
-            Self::new(bytes)
+            let mut memory = Self::new(bytes)?;
+            memory.sharing = Sharing::Private(Some(error));
+            Ok(memory)
         })
     }
 
     /// The memory's file, where it is shared.
     pub fn descriptor(&self) -> Option<BorrowedFd<'_>> {
-        self.shared.as_ref().map(AsFd::as_fd)
+        match &self.sharing {
+            Sharing::Shared(file) => Some(file.as_fd()),
+            Sharing::Private(_) => None,
+        }
+    }
+
+    /// Why it is private, where it was to be shared.
+    pub fn why_private(&self) -> Option<&io::Error> {
+        match &self.sharing {
+            Sharing::Private(why) => why.as_ref(),
+            Sharing::Shared(_) => None,
+        }
     }
 
     pub fn as_ptr(&self) -> *mut u8 {
@@ -181,6 +216,13 @@ mod tests {
         assert_eq!((&seen[4096..4099], seen[0]), (&b"abc"[..], 0));
         // SAFETY: the mapping was made above, and `seen` is not used any more.
         unsafe { libc::munmap(view.as_ptr().cast(), 3 * 4096) };
+    }
+
+    #[test]
+    fn shared_memory_beyond_the_limit_of_files_is_an_error_by_name() {
+        assert!(PoolMemory::shared_within(Some(8192), 8192).is_ok());
+        let error = PoolMemory::shared_within(Some(8191), 8192).expect_err("a byte too many").to_string();
+        assert!(error.contains("8191 bytes (RLIMIT_FSIZE") && error.contains("takes 8192"), "{error}");
     }
 
     #[test]

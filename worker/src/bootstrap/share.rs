@@ -78,8 +78,9 @@ impl SharePort {
     }
 
     fn bind(memories: &[Arc<PoolMemory>]) -> io::Result<Self> {
-        if memories.iter().any(|memory| memory.descriptor().is_none()) {
-            return Err(io::Error::new(io::ErrorKind::Unsupported, "the KV pools are private memory"));
+        if let Some(private) = memories.iter().find(|memory| memory.descriptor().is_none()) {
+            let why = private.why_private().map_or_else(String::new, |why| format!(": {why}"));
+            return Err(io::Error::new(io::ErrorKind::Unsupported, format!("the KV pools are private memory{why}")));
         }
         let name = format!("{PREFIX}{:032x}", rand::random::<u128>());
         let listener = UnixListener::bind(abstract_path(&name))?;
