@@ -265,14 +265,15 @@ impl Model for Tcp {
             let stream = &mut self.streams[lane];
             let before = stream.queue.len();
             stream.queue.retain(|post| post.attempt != attempt);
-            let mut dropped = (before - stream.queue.len()) as u64;
-            if let Some((post, of, ..)) = &mut stream.sending
-                && *of == attempt
-                && post.take().is_some()
-            {
-                dropped += 1;
-            }
+            let dropped = (before - stream.queue.len()) as u64;
+            // As the real sender does: D has a part of the frame, and its rest follows as zeros, so what is in D's page
+            // is unknown, although the stream lives on.
+            let in_the_middle = match &mut stream.sending {
+                Some((post, of, ..)) if *of == attempt => post.take().is_some(),
+                _ => false,
+            };
             ground.settle(attempt, dropped, Settlement::Dropped);
+            ground.settle(attempt, u64::from(in_the_middle), Settlement::Unknown);
         }
     }
 
