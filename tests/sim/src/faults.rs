@@ -102,11 +102,12 @@ pub struct Spot {
 }
 
 impl Spot {
-    pub const ALL: [Spot; 9] = [
+    pub const ALL: [Spot; 10] = [
         Spot { side: Side::Prefill, state: AttemptState::Waiting },
         Spot { side: Side::Prefill, state: AttemptState::Open },
         Spot { side: Side::Prefill, state: AttemptState::Pushed },
         Spot { side: Side::Prefill, state: AttemptState::Draining },
+        Spot { side: Side::Prefill, state: AttemptState::Quarantined },
         Spot { side: Side::Decode, state: AttemptState::Dialling },
         Spot { side: Side::Decode, state: AttemptState::Offered },
         Spot { side: Side::Decode, state: AttemptState::Verifying },
@@ -120,6 +121,63 @@ impl Spot {
     }
 }
 
+/// Where a request is outside its attempt: before its pages are offered, and after the commit or the delivery.
+///
+/// Only D preempts: an output grows into a new page, a prefill has all its pages from admission on. So there is no
+/// preempted producer, and a cancel never meets one.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Stage {
+    /// P: Done is out and settled, the attempt is forgotten, and D has not answered yet.
+    Delivered,
+    /// D: no pages for the prompt yet.
+    Unplaced,
+    /// D: committed, and no step has taken it up. Seen by a step that fails with it; between turns it does not exist.
+    Committed,
+    Decoding,
+    /// D: retracted, its pages are gone, it comes back and recomputes.
+    Preempted,
+}
+
+impl Stage {
+    pub const ALL: [Stage; 5] =
+        [Stage::Delivered, Stage::Unplaced, Stage::Committed, Stage::Decoding, Stage::Preempted];
+}
+
+/// What coverage has a column for.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Place {
+    Attempt(Spot),
+    Request(Stage),
+}
+
+impl Place {
+    pub const COUNT: usize = Spot::ALL.len() + Stage::ALL.len();
+
+    pub fn all() -> impl Iterator<Item = Place> {
+        let attempts = Spot::ALL.into_iter().map(Place::Attempt);
+        attempts.chain(Stage::ALL.into_iter().map(Place::Request))
+    }
+
+    pub fn side(self) -> Side {
+        match self {
+            Place::Attempt(spot) => spot.side,
+            Place::Request(Stage::Delivered) => Side::Prefill,
+            Place::Request(_) => Side::Decode,
+        }
+    }
+
+    pub fn name(self) -> String {
+        match self {
+            Place::Attempt(spot) => spot.name(),
+            Place::Request(Stage::Delivered) => "P delivered".into(),
+            Place::Request(Stage::Unplaced) => "D unplaced".into(),
+            Place::Request(Stage::Committed) => "D committed".into(),
+            Place::Request(Stage::Decoding) => "D decoding".into(),
+            Place::Request(Stage::Preempted) => "D preempted".into(),
+        }
+    }
+}
+
 #[derive(Clone, Copy, Debug)]
 pub enum Trigger {
     At(u64),
@@ -129,6 +187,30 @@ pub enum Trigger {
         nth: u64,
         delay: u64,
     },
+    /// The same of a request that enters a stage outside its attempt.
+    Reached {
+        stage: Stage,
+        nth: u64,
+        delay: u64,
+    },
+}
+
+impl Trigger {
+    /// Which place it waits for, at which entry it fires, and how long after.
+    pub fn waits_for(self) -> Option<(Place, u64, u64)> {
+        match self {
+            Trigger::At(_) => None,
+            Trigger::Entered { spot, nth, delay } => Some((Place::Attempt(spot), nth, delay)),
+            Trigger::Reached { stage, nth, delay } => Some((Place::Request(stage), nth, delay)),
+        }
+    }
+
+    fn in_place(place: Place, nth: u64, delay: u64) -> Self {
+        match place {
+            Place::Attempt(spot) => Trigger::Entered { spot, nth, delay },
+            Place::Request(stage) => Trigger::Reached { stage, nth, delay },
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -163,10 +245,10 @@ pub fn plan(rng: &mut Rng, kind: Kind, checksums: bool) -> Vec<FaultSetup> {
         let trigger = if rng.percent(35) {
             Trigger::At(rng.range(0, 120_000))
         } else {
-            let spot = Spot::ALL[rng.index(Spot::ALL.len())];
+            let place = Place::all().nth(rng.index(Place::COUNT)).expect("the index is below the count");
             let nth = if rng.percent(50) { 0 } else { rng.range(0, 8) };
             let delay = if rng.percent(50) { rng.range(0, 60) } else { rng.range(0, 2500) };
-            Trigger::Entered { spot, nth, delay }
+            Trigger::in_place(place, nth, delay)
         };
         faults.push(FaultSetup { fault, trigger });
     }
@@ -192,11 +274,42 @@ pub fn plan(rng: &mut Rng, kind: Kind, checksums: bool) -> Vec<FaultSetup> {
         let again = at(Side::Prefill, AttemptState::Draining, 0, 0);
         faults.push(FaultSetup { fault: Fault::RoomDoubled, trigger: again });
     }
+    // An acknowledgement that is lost while the attempt ends.
+    if kind == Kind::Rdma && rng.percent(25) {
+        let at = |side, state, nth, delay| Trigger::Entered { spot: Spot { side, state }, nth, delay };
+        let nth = rng.range(0, 3);
+        for (fault, trigger) in [
+            (Fault::AckLost, at(Side::Decode, AttemptState::Offered, nth, 0)),
+            (Fault::DataSlow, at(Side::Decode, AttemptState::Offered, nth, 0)),
+            (
+                rng.pick(&[Fault::PrefillAborts, Fault::DecodeAborts, Fault::ClientLeaves]),
+                at(Side::Prefill, AttemptState::Open, nth, rng.range(300, 4000)),
+            ),
+        ] {
+            faults.push(FaultSetup { fault, trigger });
+        }
+    }
+    // P's quarantine is rarer still: D stands still with posts unsettled while P ends, and then something else strikes.
+    if rng.percent(25) {
+        let at = |side, state, nth, delay| Trigger::Entered { spot: Spot { side, state }, nth, delay };
+        let nth = rng.range(0, 3);
+        let open = at(Side::Prefill, AttemptState::Open, nth, rng.range(0, 1000));
+        let stands = rng.pick(&[Fault::DecodePauses, Fault::DataSlow]);
+        faults.push(FaultSetup { fault: stands, trigger: open });
+        let ends = at(Side::Prefill, AttemptState::Open, nth, rng.range(1000, 3000));
+        let end = rng.pick(&[Fault::PrefillAborts, Fault::ClientLeaves, Fault::PrefillStepFails]);
+        faults.push(FaultSetup { fault: end, trigger: ends });
+        let quarantined = at(Side::Prefill, AttemptState::Quarantined, 0, rng.range(0, 100));
+        faults.push(FaultSetup { fault: kinds[rng.index(kinds.len())], trigger: quarantined });
+    }
     // Quarantine is rare: a fence that fails is what leads there.
     if kind == Kind::Rdma && rng.percent(30) {
         let spot = Spot { side: Side::Decode, state: AttemptState::Offered };
         let trigger = Trigger::Entered { spot, nth: rng.range(0, 5), delay: rng.range(0, 3000) };
         faults.push(FaultSetup { fault: Fault::FenceFails, trigger });
+        let spot = Spot { side: Side::Decode, state: AttemptState::Quarantined };
+        let trigger = Trigger::Entered { spot, nth: 0, delay: rng.range(0, 1000) };
+        faults.push(FaultSetup { fault: kinds[rng.index(kinds.len())], trigger });
     }
     faults
 }

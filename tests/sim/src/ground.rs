@@ -14,7 +14,7 @@ use tandem_handoff::{
     wire::{Frame, Reserve},
 };
 
-use crate::{agenda::Agenda, fabric, memory::Memory, model, rng::Rng, trace::Trace};
+use crate::{agenda::Agenda, fabric, faults::Fault, memory::Memory, model, rng::Rng, trace::Trace};
 
 /// One broken rule.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -96,6 +96,10 @@ pub struct Ground {
     pub late_us: u64,
     /// Pieces that a bad wire is going to change, per channel.
     flips: BTreeMap<Channel, u32>,
+    /// Whether any byte was changed on its way.
+    pub flipped: bool,
+    /// Armed faults that came true, of which attempt, for which request of D. The world takes them.
+    pub hits: Vec<(Fault, Attempt, u64)>,
 }
 
 impl Ground {
@@ -122,6 +126,8 @@ impl Ground {
             tally: Tally::default(),
             late_us: 400,
             flips: BTreeMap::new(),
+            flipped: false,
+            hits: Vec::new(),
         }
     }
 
@@ -278,6 +284,8 @@ impl Ground {
             *flips -= 1;
             let place = self.rng.index(bytes.len());
             bytes[place] ^= 1;
+            self.flipped = true;
+            self.hit(Fault::BytesChange, attempt);
         }
         let memory = self.memory(attempt.decode);
         let page = memory.page_of(at);
@@ -399,6 +407,13 @@ impl Ground {
     pub fn heard(&self, process: Incarnation, request: u64) -> (bool, bool) {
         let any = |among: &BTreeSet<Attempt>| self.attempts_of(process, request).any(|attempt| among.contains(attempt));
         (any(&self.failed), any(&self.done))
+    }
+
+    /// An armed fault came true for an attempt.
+    pub fn hit(&mut self, fault: Fault, attempt: Attempt) {
+        if let Some(&request) = self.served.get(&attempt) {
+            self.hits.push((fault, attempt, request));
+        }
     }
 
     /// The next piece of the channel changes on its way.

@@ -1,7 +1,8 @@
 //! Control channels between processes: dialling, frames, heartbeats, and their end. *Pure.*
 //!
 //! In the *faithful* world each direction delivers an ordered prefix of what was sent and then a cut, which each end sees
-//! at its own time: what TCP does. In the *hostile* world frames are also lost, doubled and reordered.
+//! at its own time: what TCP does. In the *hostile* world frames are also lost, doubled and reordered, to the
+//! end: only deadlines bring such a world to rest.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -82,8 +83,6 @@ impl Line {
 #[derive(Debug)]
 pub struct Network {
     manners: Manners,
-    /// Frames are lost, doubled and reordered only up to this time, so that a world comes to its end.
-    pub rough_until: u64,
     pub agenda: Agenda<Event>,
     lines: BTreeMap<Channel, Line>,
     inboxes: BTreeMap<Incarnation, VecDeque<ControlEvent>>,
@@ -101,7 +100,6 @@ impl Network {
     pub fn new(manners: Manners) -> Self {
         Self {
             manners,
-            rough_until: u64::MAX,
             agenda: Agenda::default(),
             lines: BTreeMap::new(),
             inboxes: BTreeMap::new(),
@@ -122,7 +120,7 @@ impl Network {
     }
 
     fn send(&mut self, ground: &mut Ground, from: Incarnation, channel: Channel, frame: &Frame) {
-        let rough = self.manners == Manners::Hostile && ground.now < self.rough_until;
+        let rough = self.manners == Manners::Hostile;
         let to = peer_of(&channel, from);
         let Some(line) = self.lines.get_mut(&channel) else { return };
         if !line.end(&channel, from).open {

@@ -28,6 +28,7 @@ use tokio::sync::mpsc::{self, error::TryRecvError};
 use crate::{
     backend::{NoText, SimBackend},
     fabric::{SharedWire, SinkEnd, SourceEnd, lock},
+    faults::Stage,
     ground::Host,
     memory::Memory,
     model,
@@ -128,6 +129,8 @@ struct Process {
     clock_offset: u64,
     /// The state of each request that the role knows, as it was last seen.
     states: BTreeMap<u64, AttemptState>,
+    /// The stage of each request at D that is outside its attempt, as it was last seen.
+    stages: BTreeMap<u64, Stage>,
 }
 
 pub struct Node {
@@ -137,6 +140,8 @@ pub struct Node {
     pub paused: bool,
     /// When the next turn is due; other turn events are stale.
     pub turn_at: u64,
+    /// Preemptions of its earlier processes.
+    preempted: u64,
 }
 
 /// What a turn brought about.
@@ -147,11 +152,13 @@ pub struct Outcome {
     pub ended: Vec<(u64, LegEnd)>,
     /// Requests whose attempt has entered a state.
     pub entered: Vec<(u64, AttemptState)>,
+    /// Requests that have entered a stage outside their attempt.
+    pub reached: Vec<(u64, Stage)>,
 }
 
 impl Node {
     pub fn new(setup: NodeSetup, wire: SharedWire) -> Self {
-        Self { setup, wire, process: None, paused: false, turn_at: u64::MAX }
+        Self { setup, wire, process: None, paused: false, turn_at: u64::MAX, preempted: 0 }
     }
 
     pub fn incarnation(&self) -> Option<Incarnation> {
@@ -228,6 +235,7 @@ impl Node {
             streams: BTreeMap::new(),
             clock_offset,
             states: BTreeMap::new(),
+            stages: BTreeMap::new(),
         });
         self.paused = false;
         self.turn_at = u64::MAX;
@@ -257,6 +265,7 @@ impl Node {
     /// The process dies where it stands. Returns the samples that die with it.
     pub fn crash(&mut self) -> Vec<u64> {
         let Some(process) = self.process.take() else { return vec![] };
+        self.preempted += process.core.loads().retracted_total;
         let crate::wire::Wire { ground, fabric, network } = &mut *lock(&self.wire);
         ground.says(process.incarnation, format_args!("dies"));
         if let Some(host) = ground.hosts.get_mut(&process.incarnation) {
@@ -317,6 +326,7 @@ impl Node {
         let mut outcome = Outcome { ended: process.hear(&self.wire), ..Outcome::default() };
         process.check(&self.wire);
         outcome.entered = process.enter_states();
+        outcome.reached = process.enter_stages();
         let soon = |wire: &SharedWire| now + lock(wire).ground.rng.range(200, 900);
         outcome.next = match turn {
             Turn::Worked => Some(soon(&self.wire)),
@@ -329,6 +339,28 @@ impl Node {
     /// The state of a request's attempt, as the role's machine names it.
     pub fn state(&self, id: u64) -> Option<AttemptState> {
         self.process.as_ref()?.state(id)
+    }
+
+    /// Where a request is outside its attempt, by the engine's own books.
+    pub fn stage(&self, id: u64) -> Option<Stage> {
+        self.process.as_ref()?.stages.get(&id).copied()
+    }
+
+    /// Whether a sample's connection is open and it has not ended.
+    pub fn serves(&self, id: u64) -> bool {
+        self.process.as_ref().is_some_and(|process| process.streams.contains_key(&id))
+    }
+
+    /// Steps that the device is going to fail.
+    pub fn fail_steps(&self) -> u32 {
+        let Some(incarnation) = self.incarnation() else { return 0 };
+        lock(&self.wire).ground.hosts.get(&incarnation).map_or(0, |host| host.fail_steps)
+    }
+
+    /// How often a sequence lost its pages to another one. A prefill worker never preempts: a prompt has all its pages
+    /// from admission on, and only an output grows.
+    pub fn preemptions(&self) -> u64 {
+        self.preempted + self.process.as_ref().map_or(0, |process| process.core.loads().retracted_total)
     }
 
     /// Who has each page of the worker's pool.
@@ -460,6 +492,26 @@ impl Process {
         let entered = entered.map(|(&id, &state)| (id, state)).collect();
         self.states = states;
         entered
+    }
+
+    /// Requests of a decode worker whose stage is another than after the last turn.
+    fn enter_stages(&mut self) -> Vec<(u64, Stage)> {
+        if matches!(self.role, Watched::Prefill(_)) {
+            return vec![];
+        }
+        let scheduler = self.core.scheduler();
+        let staged = |sequences: Vec<u64>, stage| sequences.into_iter().map(move |id| (id, stage));
+        let waiting = scheduler.waiting().iter().map(|sequence| sequence.id.0).collect();
+        let running = scheduler.running().iter().map(|sequence| sequence.id.0).collect();
+        let retracted = scheduler.retracted().iter().map(|sequence| sequence.id.0).collect();
+        let stages: BTreeMap<u64, Stage> = staged(waiting, Stage::Unplaced)
+            .chain(staged(running, Stage::Decoding))
+            .chain(staged(retracted, Stage::Preempted))
+            .collect();
+        let reached = stages.iter().filter(|(id, stage)| self.stages.get(id) != Some(stage));
+        let reached = reached.map(|(&id, &stage)| (id, stage)).collect();
+        self.stages = stages;
+        reached
     }
 }
 

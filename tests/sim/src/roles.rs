@@ -213,6 +213,9 @@ impl DecodeWatch {
         if message.starts_with("prefill worker:") && !failed && !message.contains("without a reason") {
             wire.ground.violation("H3", format!("{id:?} fails by a frame of another attempt: {message}"));
         }
+        if message.contains("arrived damaged") && !wire.ground.flipped {
+            wire.ground.violation("H4", format!("{id:?} landed damaged though no byte changed on its way: {message}"));
+        }
     }
 
     /// H4: what is published is what the oracle has for that prompt.

@@ -7,6 +7,10 @@
 //! fabric = tcp
 //! calm = true
 //! ```
+//!
+//! What a file proves: the world that a number and its options give *today* is sound. It is the world that met its bug only
+//! as long as the generator of setups draws as it did then; a new draw makes it another one. What keeps a mended fault
+//! mended is a test of the machine beside its code, and a planted fault that the simulator must find.
 
 use std::{fs, io, path::Path};
 

@@ -12,9 +12,10 @@ use crate::{
     agenda::Agenda,
     coverage::Coverage,
     fabric::{SharedWire, lock},
-    faults::{Fault, FaultSetup, Spot, Trigger},
+    faults::{Fault, FaultSetup, Place, Spot, Stage, Trigger},
     gateway::{Act, ClientSetup, Gateway, Outcome, Travel},
     ground::Violation,
+    network::{Manners, SILENCE_US},
     node::{LegEnd, Node, Side},
     setup::{Options, Setup},
     wire::Wire,
@@ -24,8 +25,12 @@ mod strikes;
 
 /// After an early end that was remembered, the other half ends so soon (it may wait for pages before it shows itself).
 const EARLY_END_US: u64 = 2_000_000;
-/// Longer than all deadlines of the handoff together, for a request that is tried three times.
-const PATIENCE_US: u64 = 20_000_000;
+/// Frames on their way, turns, and fences: the rest of a bound.
+const WAYS_US: u64 = 60_000;
+/// A worker stands still, or is away, for so long at most.
+const STANDSTILL_US: u64 = 200_000;
+/// An answer among the fleet's others, with preemptions.
+const OUTPUT_US: u64 = 600_000;
 /// Events that a world has at most before it counts as running away.
 const EVENTS_MAX: u64 = 400_000;
 
@@ -142,6 +147,7 @@ impl World {
         self.now = due;
         self.events += 1;
         self.step();
+        self.count_hits();
         self.wake_nodes();
         if self.events > EVENTS_MAX {
             self.violation("end", format!("{EVENTS_MAX} events happened and no end is near"));
@@ -158,15 +164,33 @@ impl World {
         self.nodes.iter().all(|node| node.is_alive() && !node.paused)
     }
 
-    /// How long after the last client's outcome everything must be at rest (H6): in the faithful world a drain, a fence or
-    /// two; in the hostile one also the deadlines of halves whose other half was lost.
+    /// How long after the last client's outcome everything must be at rest (H6). In the faithful world both halves learn
+    /// of every end, at the latest by the peer's silence: what follows are the drain deadline, at most two failed fences
+    /// with the same wait before the next, and the way of frames. In the hostile world the word of an end may be lost, and
+    /// the half that waits for it has its own deadlines before that.
     fn rest_bound_us(&self) -> u64 {
         if self.setup.half_cuts == Some(Side::Prefill) {
             return EARLY_END_US;
         }
         let limits = &self.setup.limits;
-        let deadlines = limits.bootstrap_timeout_ms + limits.waiting_timeout_ms;
-        (deadlines + 8 * limits.drain_timeout_ms + 300) * 1000
+        let drains = 4 * limits.drain_timeout_ms * 1000;
+        match (self.setup.manners, self.setup.half_cuts) {
+            (Manners::Faithful, None) => SILENCE_US + drains + WAYS_US,
+            // P hears of no end before D has a channel.
+            (Manners::Faithful, Some(_)) | (Manners::Hostile, _) => {
+                self.deadlines_us() + SILENCE_US + 2 * drains + WAYS_US
+            }
+        }
+    }
+
+    fn deadlines_us(&self) -> u64 {
+        (self.setup.limits.bootstrap_timeout_ms + self.setup.limits.waiting_timeout_ms) * 1000
+    }
+
+    /// How long an exchange may take that only the handoff's own deadlines end: these, what stands still longest, and the
+    /// output, computed among others.
+    fn patience_us(&self) -> u64 {
+        2 * self.deadlines_us() + STANDSTILL_US + OUTPUT_US
     }
 
     pub(crate) fn begin(&mut self) {
@@ -240,6 +264,9 @@ impl World {
                 let room = self.room_of(exchange);
                 let acts = self.gateway.leg_ended(exchange, side, end, room);
                 self.act(acts);
+                if side == Side::Prefill && !self.gateway.exchanges[exchange].over {
+                    self.trigger(Place::Request(Stage::Delivered), exchange);
+                }
             }
             Event::Deadline(exchange) => {
                 let acts = match self.setup.deadline_us {
@@ -258,7 +285,9 @@ impl World {
                 self.nodes[node].pause(false);
                 self.schedule_turn(node, self.now + 1);
             }
-            Event::Exit(node) => self.crash(node),
+            Event::Exit(node) => {
+                self.crash(node);
+            }
         }
     }
 
@@ -309,7 +338,7 @@ impl World {
                         let due = self.now + self.draw(50, 2500);
                         self.agenda.at(due, Event::LegArrives(exchange, side));
                     }
-                    let patience = self.setup.deadline_us.unwrap_or(PATIENCE_US);
+                    let patience = self.setup.deadline_us.unwrap_or_else(|| self.patience_us());
                     self.agenda.at(self.now + patience, Event::Deadline(exchange));
                 }
                 Act::Cut(_, side) if self.setup.half_cuts.is_some_and(|notices| notices != side) => {}
@@ -390,7 +419,11 @@ impl World {
         if node.paused || !node.is_alive() {
             return;
         }
-        let outcome = node.turn(self.now);
+        let before = self.before_step(number);
+        let outcome = self.nodes[number].turn(self.now);
+        if !before.is_empty() {
+            self.count_failed_step(number, &before, &outcome.ended);
+        }
         if let Some(next) = outcome.next {
             self.schedule_turn(number, next);
         }
@@ -399,6 +432,11 @@ impl World {
         }
         for (sample, state) in outcome.entered {
             self.entered(number, sample, state);
+        }
+        for (sample, stage) in outcome.reached {
+            if let Some(&exchange) = self.gateway.samples.get(&(number, sample)) {
+                self.trigger(Place::Request(stage), exchange);
+            }
         }
     }
 
@@ -421,10 +459,15 @@ impl World {
             let line = format!("request {sample} of {} is {state}", self.nodes[node].setup.name);
             self.say(&line);
         }
+        self.trigger(Place::Attempt(here), exchange);
+    }
+
+    /// Faults that wait for this place strike soon.
+    fn trigger(&mut self, here: Place, exchange: usize) {
         for index in 0..self.pending.len() {
             let (FaultSetup { fault, trigger }, seen) = self.pending[index];
-            let Trigger::Entered { spot, nth, delay } = trigger else { continue };
-            if spot != here || seen == u64::MAX {
+            let Some((place, nth, delay)) = trigger.waits_for() else { continue };
+            if place != here || seen == u64::MAX {
                 continue;
             }
             self.pending[index].1 += 1;
@@ -480,10 +523,12 @@ impl World {
         let count = |wanted: fn(&Outcome) -> bool| {
             self.gateway.clients.iter().filter(|client| client.outcome.as_ref().is_some_and(wanted)).count() as u64
         };
+        let mut coverage = self.coverage.clone();
+        coverage.preemptions = self.nodes.iter().map(Node::preemptions).sum();
         Report {
             seed: self.setup.seed,
             violation: wire.ground.violations.first().cloned(),
-            coverage: self.coverage.clone(),
+            coverage,
             answered: count(|outcome| matches!(outcome, Outcome::Answer(_))),
             failed: count(|outcome| matches!(outcome, Outcome::Failed { .. })),
             aborted: count(|outcome| matches!(outcome, Outcome::Aborted)),

@@ -74,7 +74,8 @@ pub trait Model: Send {
     fn release(&mut self, ground: &mut Ground, attempt: Attempt);
     fn close_sink(&mut self, ground: &mut Ground, channel: Channel);
     fn event(&mut self, ground: &mut Ground, event: Event);
-    fn harm(&mut self, ground: &mut Ground, harm: Harm);
+    /// True when there was something to break.
+    fn harm(&mut self, ground: &mut Ground, harm: Harm) -> bool;
     /// The process is gone, with its memory.
     fn died(&mut self, ground: &mut Ground, process: Incarnation);
 }

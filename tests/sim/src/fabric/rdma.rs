@@ -5,7 +5,10 @@
 //! channel, which takes time, may fail, and is tried again. A slice whose acknowledgement is lost is resent on the other
 //! rail, after the failed rail was moved to ERR and D fenced its own queue pair of it; the original may land before that.
 //! D's answer to the rail's fence names the slices that have landed, and only the others are resent: without that a slice
-//! that D has committed long ago would be written again, into pages that are a sequence's by then.
+//! that D has committed long ago would be written again, into pages that are a sequence's by then. So no original lands
+//! after its resend here: fence first, resend after is what any RDMA backend of this product must keep to, not what this
+//! model finds convenient. A backend that resends before the fence has no proof of quiet left, neither by Drained (the
+//! success of the resend says nothing of the original) nor by H2's other means.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,7 +20,10 @@ use tandem_handoff::{
 };
 
 use super::{Harm, Model};
-use crate::ground::{Ground, Post};
+use crate::{
+    faults::Fault,
+    ground::{Ground, Post},
+};
 
 const RAILS: u32 = 2;
 
@@ -152,6 +158,7 @@ impl Rdma {
         }
         if write.lose_ack {
             let channel = attempt.channel();
+            ground.hit(Fault::AckLost, attempt);
             ground
                 .says(attempt.prefill, format_args!("an acknowledgement on rail {rail} is lost, the rail is given up"));
             return self.fail_rail(ground, channel, rail);
@@ -249,6 +256,9 @@ impl Rdma {
         connection.fencing = false;
         if !works {
             ground.says(channel.decode, format_args!("the fence of session {} failed", channel.session.0));
+            for attempt in self.revoked.iter().filter(|attempt| attempt.channel() == channel) {
+                ground.hit(Fault::FenceFails, *attempt);
+            }
             return;
         }
         connection.fenced.extend(0..RAILS);
@@ -359,13 +369,20 @@ impl Model for Rdma {
         }
     }
 
-    fn harm(&mut self, ground: &mut Ground, harm: Harm) {
+    fn harm(&mut self, ground: &mut Ground, harm: Harm) -> bool {
         match harm {
-            Harm::LoseAck(channel) => self.connections.entry(channel).or_default().lose_acks += 1,
-            Harm::FailFence(channel) => self.connections.entry(channel).or_default().fail_fences += 1,
+            Harm::LoseAck(channel) => {
+                self.connections.entry(channel).or_default().lose_acks += 1;
+                false
+            }
+            Harm::FailFence(channel) => {
+                self.connections.entry(channel).or_default().fail_fences += 1;
+                false
+            }
             Harm::Break(channel) => {
                 // Both rails fail: P gives everything up, and what is on the wire may still land.
                 ground.after(1, super::Event::Rdma(Event::Unreachable(channel)));
+                !self.connections.entry(channel).or_default().closed_by_prefill
             }
         }
     }

@@ -219,7 +219,7 @@ impl Model for Shm {
         }
     }
 
-    fn harm(&mut self, ground: &mut Ground, harm: Harm) {
+    fn harm(&mut self, ground: &mut Ground, harm: Harm) -> bool {
         if let Harm::Break(channel) = harm
             && self
                 .sessions
@@ -228,7 +228,9 @@ impl Model for Shm {
         {
             // The socket between the two broke: D notices, stops its copier, and closes.
             self.tell_gone(ground, channel, false);
+            return true;
         }
+        false
     }
 
     fn died(&mut self, ground: &mut Ground, process: Incarnation) {

@@ -325,12 +325,12 @@ impl Model for Tcp {
         }
     }
 
-    fn harm(&mut self, ground: &mut Ground, harm: Harm) {
-        if let Harm::Break(channel) = harm {
-            for lane in self.lanes(channel).into_iter().take(1) {
-                self.break_lane(ground, lane);
-            }
-        }
+    fn harm(&mut self, ground: &mut Ground, harm: Harm) -> bool {
+        let Harm::Break(channel) = harm else { return false };
+        let Some(&lane) = self.lanes(channel).first() else { return false };
+        let was_whole = !self.streams[lane].broken;
+        self.break_lane(ground, lane);
+        was_whole
     }
 
     fn died(&mut self, ground: &mut Ground, process: Incarnation) {
