@@ -228,6 +228,9 @@ impl fmt::Display for FaultSetup {
             Trigger::Entered { spot, nth, delay } => {
                 write!(f, "{fault} {delay} us after {} (attempt {nth} there)", spot.name())
             }
+            Trigger::Reached { stage, nth, delay } => {
+                write!(f, "{fault} {delay} us after {} (request {nth} there)", Place::Request(stage).name())
+            }
         }
     }
 }
