@@ -18,6 +18,7 @@ mod landing;
 pub mod memory;
 pub mod probe;
 pub mod shm;
+mod tally;
 pub mod tcp;
 #[cfg(test)]
 mod testkit;

@@ -21,7 +21,7 @@ use tandem_handoff::{
 };
 
 use super::messages::{Answer, Outcome, Post};
-use crate::SourceReport;
+use crate::{SourceReport, tally::Tally};
 
 /// Posts of one channel that D has not answered, at most. Their answers fit into a socket's buffer, so that D's copier
 /// need not wait for P to read them; the rest can be taken back at once by a stop.
@@ -48,28 +48,15 @@ struct Lane {
 #[derive(Default)]
 struct Posts {
     stopped: bool,
-    outstanding: u64,
-    /// Of these, pieces that D has passed over.
+    tally: Tally,
+    /// Pieces that D has passed over; they are outstanding.
     passed: u64,
-    sent: u64,
-    dropped: u64,
-    unknown: u64,
 }
 
 impl Posts {
-    fn settle(&mut self, pieces: u64, how: Settlement) {
-        self.outstanding -= pieces;
-        let count = match how {
-            Settlement::Sent => &mut self.sent,
-            Settlement::Dropped => &mut self.dropped,
-            Settlement::Unknown => &mut self.unknown,
-        };
-        *count += pieces;
-    }
-
     fn settle_passed(&mut self) {
         let passed = std::mem::take(&mut self.passed);
-        self.settle(passed, Settlement::Dropped);
+        self.tally.settle(passed, Settlement::Dropped);
     }
 }
 
@@ -87,7 +74,7 @@ impl Ledger {
 
     pub fn post(&mut self, attempt: Attempt, pieces: Vec<Piece>) {
         let posts = self.attempts.entry(attempt).or_default();
-        posts.outstanding += pieces.len() as u64;
+        posts.tally.posted(pieces.len());
         match self.lanes.get_mut(&attempt.channel()).filter(|lane| !lane.closed && !posts.stopped) {
             Some(lane) => lane.queued.extend(pieces.into_iter().map(|piece| (attempt, piece))),
             None => self.settle(attempt, pieces.len() as u64, Settlement::Dropped),
@@ -209,18 +196,8 @@ impl Ledger {
     pub fn reports(&mut self) -> Vec<SourceReport> {
         let mut reports = Vec::new();
         self.attempts.retain(|&attempt, posts| {
-            let ended = [
-                (&mut posts.sent, Settlement::Sent),
-                (&mut posts.dropped, Settlement::Dropped),
-                (&mut posts.unknown, Settlement::Unknown),
-            ];
-            for (count, how) in ended {
-                let pieces = std::mem::take(count);
-                if pieces > 0 {
-                    reports.push(SourceReport::Settled { attempt, pieces, how });
-                }
-            }
-            posts.outstanding > 0
+            posts.tally.report(attempt, &mut reports);
+            !posts.tally.is_settled()
         });
         reports.extend(self.broken.drain(..).map(|(channel, why)| SourceReport::Broken { channel, why }));
         reports
@@ -233,8 +210,8 @@ impl Ledger {
 
     fn settle(&mut self, attempt: Attempt, pieces: u64, how: Settlement) {
         if let Some(posts) = self.attempts.get_mut(&attempt) {
-            posts.settle(pieces, how);
-            self.wake |= posts.outstanding == 0;
+            posts.tally.settle(pieces, how);
+            self.wake |= posts.tally.is_settled();
         }
     }
 }

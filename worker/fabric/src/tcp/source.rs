@@ -19,7 +19,7 @@ use tandem_handoff::{
 use tokio::{net::TcpStream, runtime::Handle, sync::Notify, task::AbortHandle};
 
 use super::batch::Batch;
-use crate::{SourceFabric, SourceReport, Waker, memory::PoolMemory};
+use crate::{SourceFabric, SourceReport, Waker, memory::PoolMemory, tally::Tally};
 
 /// A cheap handle: the engine posts through one, the bootstrap driver attaches streams through another.
 #[derive(Clone)]
@@ -44,10 +44,7 @@ struct Books {
 #[derive(Default)]
 struct Posts {
     stopped: Arc<AtomicBool>,
-    outstanding: u64,
-    sent: u64,
-    dropped: u64,
-    unknown: u64,
+    tally: Tally,
 }
 
 pub(super) struct Job {
@@ -94,7 +91,7 @@ impl SourceFabric for TcpSource {
         let stopped = {
             let mut books = lock(&self.0.books);
             let posts = books.attempts.entry(attempt).or_default();
-            posts.outstanding += pieces.len() as u64;
+            posts.tally.posted(pieces.len());
             Arc::clone(&posts.stopped)
         };
         let mut by_rank: BTreeMap<u32, Vec<Job>> = BTreeMap::new();
@@ -153,18 +150,8 @@ impl SourceFabric for TcpSource {
         let mut books = lock(&self.0.books);
         let mut reports = Vec::new();
         books.attempts.retain(|&attempt, posts| {
-            let ended = [
-                (&mut posts.sent, Settlement::Sent),
-                (&mut posts.dropped, Settlement::Dropped),
-                (&mut posts.unknown, Settlement::Unknown),
-            ];
-            for (count, how) in ended {
-                let pieces = std::mem::take(count);
-                if pieces > 0 {
-                    reports.push(SourceReport::Settled { attempt, pieces, how });
-                }
-            }
-            posts.outstanding > 0
+            posts.tally.report(attempt, &mut reports);
+            !posts.tally.is_settled()
         });
         reports.extend(books.broken.drain(..).map(|(channel, why)| SourceReport::Broken { channel, why }));
         reports
@@ -185,13 +172,8 @@ impl Shared {
         let Some(posts) = books.attempts.get_mut(&attempt) else {
             return;
         };
-        posts.outstanding -= pieces;
-        match how {
-            Settlement::Sent => posts.sent += pieces,
-            Settlement::Dropped => posts.dropped += pieces,
-            Settlement::Unknown => posts.unknown += pieces,
-        }
-        let wake = posts.outstanding == 0 || how != Settlement::Sent;
+        posts.tally.settle(pieces, how);
+        let wake = posts.tally.is_settled() || how != Settlement::Sent;
         drop(books);
         if wake {
             (self.waker)();
