@@ -143,6 +143,18 @@ impl Pair {
         self.deliver();
     }
 
+    /// P's device has finished the first of two pages.
+    fn p_chunk(&mut self, id: u64) {
+        self.source.chunk_written(self.now, RequestId(id), &[1, 2], 0..1, &[]);
+        self.act();
+    }
+
+    /// D's client leaves.
+    fn d_cancel(&mut self, id: u64) {
+        self.sink.cancel(self.now, RequestId(id), user());
+        self.act();
+    }
+
     fn p_finish(&mut self, id: u64) {
         self.source.chunk_written(self.now, RequestId(id), &[1, 2], 0..1, &[]);
         self.source.finish(self.now, RequestId(id), &[1, 2], 1..2, &[], first());

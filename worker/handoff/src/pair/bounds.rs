@@ -18,10 +18,8 @@ fn a_room_serves_again_after_its_delivery() {
 fn a_room_is_in_use_until_its_old_attempt_has_drained() {
     let mut pair = Pair::new();
     pair.open(1, 5);
-    pair.source.chunk_written(pair.now, RequestId(1), &[1, 2], 0..1, &[]);
-    pair.act();
-    pair.sink.cancel(pair.now, RequestId(1), user());
-    pair.act();
+    pair.p_chunk(1);
+    pair.d_cancel(1);
     pair.deliver();
     assert_eq!(pair.source.state(RequestId(1)), Some(AttemptState::Draining));
     pair.p_request(2, 5);
@@ -164,8 +162,7 @@ fn states_have_the_names_that_users_know() {
     assert_eq!(pair.source.state(RequestId(1)).map(AttemptState::poll), Some(KvPoll::WaitingForInput));
     pair.p_finish(1);
     assert_eq!(pair.source.state(RequestId(1)).map(AttemptState::poll), Some(KvPoll::Transferring));
-    pair.sink.cancel(pair.now, RequestId(1), user());
-    pair.act();
+    pair.d_cancel(1);
     assert_eq!(pair.sink.state(RequestId(1)), Some(AttemptState::Draining));
     pair.wait_ms(51);
     assert_eq!(pair.sink.state(RequestId(1)), Some(AttemptState::Quarantined));

@@ -20,11 +20,9 @@ fn two_ranks_of_a_decode_worker_get_one_drained_for_both_and_a_later_attempt_its
     for (id, number) in [(1, 1), (2, 2)] {
         pair.open(id, 5);
         let attempt = pair.channel().attempt(number);
-        pair.source.chunk_written(pair.now, RequestId(id), &[1, 2], 0..1, &[]);
-        pair.act();
+        pair.p_chunk(id);
         assert_eq!(pair.posted.len(), 2, "a piece for each rank");
-        pair.sink.cancel(pair.now, RequestId(id), user());
-        pair.act();
+        pair.d_cancel(id);
         // P hears of it and forgets whom it served; the writes of both ranks are still under way.
         let abort = pair.to_p.pop_front().expect("an Abort");
         pair.source.frame(pair.now, pair.channel(), abort);
@@ -48,8 +46,7 @@ fn two_ranks_of_a_decode_worker_get_one_drained_for_both_and_a_later_attempt_its
 fn a_transport_that_gave_up_and_still_delivers_frees_no_page_before_quiet() {
     let mut pair = Pair::new();
     pair.open(1, 5);
-    pair.source.chunk_written(pair.now, RequestId(1), &[1, 2], 0..1, &[]);
-    pair.act();
+    pair.p_chunk(1);
     let (attempt, piece) = pair.posted.pop_front().expect("posted");
     pair.source.settled(pair.now, attempt, 1, Settlement::Unknown);
     pair.act();
@@ -70,8 +67,7 @@ fn a_transport_that_gave_up_and_still_delivers_frees_no_page_before_quiet() {
 fn timeouts_free_nothing_under_a_running_write() {
     let mut pair = Pair::new();
     pair.open(1, 5);
-    pair.source.chunk_written(pair.now, RequestId(1), &[1, 2], 0..1, &[]);
-    pair.act();
+    pair.p_chunk(1);
     for _ in 0..50 {
         pair.wait_ms(2000);
         if pair.channel.is_some() {
@@ -157,8 +153,7 @@ fn success_without_its_first_token_and_a_first_token_of_the_rooms_earlier_attemp
     pair.p_finish(1);
     let stale = pair.to_d.pop_front().expect("the Done of the first attempt, which stays under way");
     pair.land();
-    pair.sink.cancel(pair.now, RequestId(1), user());
-    pair.act();
+    pair.d_cancel(1);
     pair.deliver();
     pair.quiet();
     pair.open(2, 5);
@@ -179,8 +174,7 @@ fn late_acks_of_a_rooms_earlier_attempt_are_ignored() {
     let mut pair = Pair::new();
     pair.open(1, 5);
     let old = pair.channel().attempt(1);
-    pair.sink.cancel(pair.now, RequestId(1), user());
-    pair.act();
+    pair.d_cancel(1);
     pair.deliver();
     pair.quiet();
     pair.deliver();

@@ -53,8 +53,7 @@ fn an_abort_before_the_request_is_remembered_and_drained_at_once() {
     let mut pair = Pair::new();
     pair.d_reserve(1, 5, &PROMPT, &[7, 3]);
     pair.deliver();
-    pair.sink.cancel(pair.now, RequestId(1), user());
-    pair.act();
+    pair.d_cancel(1);
     pair.deliver();
     pair.quiet();
     pair.p_request(1, 5);
@@ -125,10 +124,8 @@ fn a_second_live_use_of_a_room_is_refused_and_the_first_is_unharmed() {
 fn a_cancelled_transfer_pins_both_sides_until_its_writes_have_settled() {
     let mut pair = Pair::new();
     pair.open(1, 5);
-    pair.source.chunk_written(pair.now, RequestId(1), &[1, 2], 0..1, &[]);
-    pair.act();
-    pair.sink.cancel(pair.now, RequestId(1), user());
-    pair.act();
+    pair.p_chunk(1);
+    pair.d_cancel(1);
     pair.deliver();
     assert_eq!(pair.p_failure(1), Some(&user()));
     assert!(!pair.p_is_quiet(1) && !pair.source.is_idle(), "H5: a write names the source pages");
@@ -171,8 +168,7 @@ fn a_failure_of_p_reaches_the_client_of_d_with_its_root_cause() {
 fn a_lost_channel_ends_open_attempts_on_both_sides() {
     let mut pair = Pair::new();
     pair.open(1, 5);
-    pair.source.chunk_written(pair.now, RequestId(1), &[1, 2], 0..1, &[]);
-    pair.act();
+    pair.p_chunk(1);
     pair.cut();
     assert_eq!(pair.p_failure(1).expect("failed").kind, CauseKind::Lost);
     assert_eq!(pair.d_failure(1).expect("failed").kind, CauseKind::Lost);
@@ -223,8 +219,7 @@ fn a_restarted_prefill_worker_is_another_peer_and_old_frames_change_nothing() {
 fn a_poisoned_attempt_gets_no_drained() {
     let mut pair = Pair::new();
     pair.open(1, 5);
-    pair.source.chunk_written(pair.now, RequestId(1), &[1, 2], 0..1, &[]);
-    pair.act();
+    pair.p_chunk(1);
     let (attempt, _) = pair.posted.pop_front().expect("posted");
     pair.source.settled(pair.now, attempt, 1, Settlement::Unknown);
     pair.act();
@@ -237,10 +232,8 @@ fn a_poisoned_attempt_gets_no_drained() {
 fn an_abort_that_crosses_the_end_of_a_poisoned_attempt_gets_no_drained_either() {
     let mut pair = Pair::new();
     pair.open(1, 5);
-    pair.source.chunk_written(pair.now, RequestId(1), &[1, 2], 0..1, &[]);
-    pair.act();
-    pair.sink.cancel(pair.now, RequestId(1), user());
-    pair.act();
+    pair.p_chunk(1);
+    pair.d_cancel(1);
     let (attempt, _) = pair.posted.pop_front().expect("posted");
     pair.source.settled(pair.now, attempt, 1, Settlement::Unknown);
     pair.act();
@@ -260,8 +253,7 @@ fn a_channel_with_too_many_poisoned_attempts_is_closed() {
     pair.connect(1, 2);
     for id in [1, 2] {
         pair.open(id, id);
-        pair.source.chunk_written(pair.now, RequestId(id), &[1, 2], 0..1, &[]);
-        pair.act();
+        pair.p_chunk(id);
         let (attempt, _) = pair.posted.pop_front().expect("posted");
         pair.source.settled(pair.now, attempt, 1, Settlement::Unknown);
         let closed = pair.source.effects().iter().any(|effect| matches!(effect, SourceEffect::CloseChannel { .. }));
@@ -273,8 +265,7 @@ fn a_channel_with_too_many_poisoned_attempts_is_closed() {
 fn pages_that_are_not_quiet_in_time_are_quarantined_and_never_freed_by_time() {
     let mut pair = Pair::new();
     pair.open(1, 5);
-    pair.sink.cancel(pair.now, RequestId(1), user());
-    pair.act();
+    pair.d_cancel(1);
     for _ in 0..100 {
         pair.wait_ms(51);
     }

@@ -56,8 +56,7 @@ fn a_damaged_page_is_named_fails_the_attempt_and_drains_as_any_other() {
 #[test]
 fn a_failure_while_checksums_are_compared_wins_over_their_agreement() {
     let mut pair = landed();
-    pair.sink.cancel(pair.now, RequestId(1), user());
-    pair.act();
+    pair.d_cancel(1);
     pair.verified(Ok(()));
     assert!(!pair.committed(1), "H4: the failure was recorded first");
     assert_eq!(pair.d_failure(1), Some(&user()));
@@ -155,10 +154,8 @@ fn p_hears_that_d_is_quiet_while_it_still_waits_and_nothing_else() {
     let mut pair = Pair::new();
     pair.open(1, 5);
     let attempt = pair.channel().attempt(1);
-    pair.source.chunk_written(pair.now, RequestId(1), &[1, 2], 0..1, &[]);
-    pair.act();
-    pair.sink.cancel(pair.now, RequestId(1), user());
-    pair.act();
+    pair.p_chunk(1);
+    pair.d_cancel(1);
     pair.deliver();
     assert!(pair.peer_settled.is_empty(), "D is not quiet yet");
     pair.quiet();
