@@ -356,6 +356,9 @@ impl World {
     }
 
     fn leg_arrives(&mut self, exchange: usize, side: Side) {
+        if matches!(self.gateway.exchanges[exchange].legs[side as usize].travel, Travel::Over) {
+            return;
+        }
         let node = self.gateway.exchanges[exchange].legs[side as usize].node;
         let prefill = self.gateway.exchanges[exchange].legs[0].node;
         if !self.nodes[node].is_alive() {
@@ -389,7 +392,9 @@ impl World {
             Travel::Sent if self.nodes[node].is_alive() => {
                 self.agenda.at(self.now + 500, Event::LegCut(exchange, side));
             }
-            Travel::Sent | Travel::Over => {}
+            // Its worker is gone, and its connection with it.
+            Travel::Sent => self.gateway.exchanges[exchange].legs[side as usize].travel = Travel::Over,
+            Travel::Over => {}
         }
     }
 

@@ -11,13 +11,15 @@ use std::{
 };
 
 use tandem_handoff::sabotage::{Fault, Planted};
-use tandem_sim::{ground::Violation, setup::Options, world};
+use tandem_sim::{fabric::Kind, ground::Violation, setup::Options, world};
 
 const SEEDS_MAX: u64 = 2000;
 
 /// The first seed that shows the fault.
 fn hunt(fault: Fault) -> Option<(u64, Violation)> {
-    let options = Options { planted: Planted::fault(fault), ..Options::default() };
+    // What only TCP does (it fills up a stopped frame) is hunted over TCP.
+    let fabric = (fault == Fault::StopsAfterDone).then_some(Kind::Tcp);
+    let options = Options { planted: Planted::fault(fault), fabric, ..Options::default() };
     (0..SEEDS_MAX).find_map(|seed| Some((seed, world::run(seed, options).violation?)))
 }
 
