@@ -8,9 +8,9 @@ use tokio::sync::Notify;
 use crate::config::Config;
 use crate::error::StartError;
 use crate::fleet::Fleet;
-use crate::legs::Connector;
+use crate::fleet::probe::Prober;
+use crate::leg::Connector;
 use crate::metrics::Metrics;
-use crate::probe::Prober;
 
 pub struct Gateway {
     pub config: Config,

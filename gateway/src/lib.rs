@@ -19,28 +19,23 @@
 
 mod admin;
 mod config;
-mod drive;
+mod door;
 mod error;
 mod exchange;
 mod fleet;
 mod gateway;
-mod head;
-mod http1;
-mod legs;
+mod leg;
 mod metrics;
 mod pair;
-mod probe;
-mod proxy;
-mod reply;
 pub mod request;
 mod server;
 mod stream;
-pub mod ticket;
 
 use std::io::{IsTerminal as _, Write as _};
 
-pub use config::{Config, GatewayArgs};
+pub use config::{Config, DeadlineArgs, FleetArgs, GatewayArgs, ListenArgs, RetryArgs, SecurityArgs};
 pub use error::StartError;
+pub use exchange::ticket;
 pub use pair::Policy;
 pub use server::{Addresses, How, Stop, serve};
 
@@ -48,7 +43,7 @@ pub use server::{Addresses, How, Stop, serve};
 /// without an async runtime, since pingora brings its own.
 pub fn run(args: GatewayArgs) -> Result<(), StartError> {
     let config = args.merged()?.checked()?;
-    start_logging(&config.log_level)?;
+    start_logging(&config.listen.log_level)?;
     serve(config, Stop::Signals, |addresses| {
         let Addresses { data, metrics } = &addresses;
         // Nobody has to read it: serving goes on.

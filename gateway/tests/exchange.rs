@@ -372,7 +372,7 @@ async fn connections_closed_while_idle_are_found_out() {
 async fn large_bodies_pass_up_to_the_limit() {
     let p = Worker::start("prefill", well).await;
     let mut d = Worker::start("decode", well).await;
-    let args = GatewayArgs { max_payload_size: Some(2 << 20), ..pd_args(&[&p], &[&d]) };
+    let args = with(pd_args(&[&p], &[&d]), |a| a.listen.max_payload_size = Some(2 << 20));
     let gateway = Gateway::start(args).await;
     gateway.until_ready().await;
     let body = json!({"messages": [{"content": "x".repeat(1 << 20)}]}).to_string();
@@ -461,8 +461,10 @@ async fn deadlines_have_their_own_codes() {
     let (play, mut told) = hang();
     let p = Worker::start("prefill", well).await;
     let d = Worker::start("decode", play).await;
-    let args =
-        GatewayArgs { first_token_timeout_secs: Some(1), request_timeout_secs: Some(2), ..pd_args(&[&p], &[&d]) };
+    let args = with(pd_args(&[&p], &[&d]), |a| {
+        a.deadlines.first_token_timeout_secs = Some(1);
+        a.deadlines.request_timeout_secs = Some(2);
+    });
     let gateway = Gateway::start(args).await;
     gateway.until_ready().await;
     for (stream, code) in [(true, "first_token_timeout"), (false, "request_timeout")] {
@@ -481,7 +483,7 @@ async fn silence_in_mid_stream_ends_it() {
         None
     })
     .await;
-    let args = GatewayArgs { silence_timeout_secs: Some(1), ..pd_args(&[&p], &[&d]) };
+    let args = with(pd_args(&[&p], &[&d]), |a| a.deadlines.silence_timeout_secs = Some(1));
     let gateway = Gateway::start(args).await;
     gateway.until_ready().await;
     let text = within("the end", async { gateway.chat(true).await.text().await.unwrap() }).await;
@@ -492,7 +494,7 @@ async fn silence_in_mid_stream_ends_it() {
 async fn a_missing_side_is_named_and_served_again_as_soon_as_it_is_back() {
     let p = Worker::start("prefill", well).await;
     let d = Worker::start("decode", well).await;
-    let args = GatewayArgs { probe_interval_ms: Some(600_000), ..pd_args(&[&p], &[&d]) };
+    let args = with(pd_args(&[&p], &[&d]), |a| a.fleet.probe_interval_ms = Some(600_000));
     let gateway = Gateway::start(args).await;
     gateway.until_ready().await;
     assert_eq!(gateway.chat(false).await.status(), 200);
@@ -513,7 +515,7 @@ async fn a_worker_that_was_starting_is_asked_again_when_needed() {
     let p = Worker::start("prefill", well).await;
     let starting = Says { health: 503, ..Says::mode("decode") };
     let d = Worker::start_at("127.0.0.1:0".parse().unwrap(), starting, well).await;
-    let args = GatewayArgs { probe_interval_ms: Some(600_000), ..pd_args(&[&p], &[&d]) };
+    let args = with(pd_args(&[&p], &[&d]), |a| a.fleet.probe_interval_ms = Some(600_000));
     let gateway = Gateway::start(args).await;
     let seen = |_: u16, v: &Value| v["unhealthy"].to_string().contains("503") && v["healthy_workers"] == 1;
     gateway.until("/readiness", seen).await;
@@ -530,7 +532,7 @@ async fn an_unreachable_worker_costs_another_pair_only() {
     let p = Worker::start("prefill", well).await;
     let d = Worker::start("decode", well).await;
     let gone = Worker::start("decode", well).await;
-    let args = GatewayArgs { policy: Some(Policy::RoundRobin), ..pd_args(&[&p], &[&gone, &d]) };
+    let args = with(pd_args(&[&p], &[&gone, &d]), |a| a.fleet.policy = Some(Policy::RoundRobin));
     let gateway = Gateway::start(args).await;
     gateway.until("/readiness", |_, v| v["healthy_workers"] == 3).await;
     gone.kill().await;
@@ -557,7 +559,7 @@ async fn a_wrong_role_is_never_used() {
 #[tokio::test(flavor = "multi_thread")]
 async fn plain_workers_get_one_leg_and_may_be_asked_for_prompt_logprobs() {
     let mut w = Worker::start("null", well).await;
-    let gateway = Gateway::start(GatewayArgs { worker_urls: vec![w.url()], ..Default::default() }).await;
+    let gateway = Gateway::start(with(GatewayArgs::default(), |a| a.fleet.worker_urls = vec![w.url()])).await;
     gateway.until_ready().await;
     let body = r#"{"prompt":"a", "echo":true ,"bootstrap_room":3}"#;
     assert_eq!(gateway.post("/v1/completions", body).await.status(), 200);
@@ -567,7 +569,7 @@ async fn plain_workers_get_one_leg_and_may_be_asked_for_prompt_logprobs() {
 #[tokio::test(flavor = "multi_thread")]
 async fn an_error_carries_the_requests_id_and_the_worker_gets_the_same() {
     let mut w = Worker::start("null", |_, socket| say(socket, json_answer(500, "{}"))).await;
-    let gateway = Gateway::start(GatewayArgs { worker_urls: vec![w.url()], ..Default::default() }).await;
+    let gateway = Gateway::start(with(GatewayArgs::default(), |a| a.fleet.worker_urls = vec![w.url()])).await;
     gateway.until_ready().await;
     for (given, kept) in [(Some("trace-me-7"), true), (Some("two words"), false), (None, false)] {
         for (body, reaches) in [("{}", true), ("no json", false)] {
@@ -627,7 +629,7 @@ async fn malformed_requests_are_told_what_is_wrong() {
 async fn operators_questions() {
     let p = Worker::start("prefill", well).await;
     let d = Worker::start("decode", well).await;
-    let args = GatewayArgs { api_key: Some("secret".into()), ..pd_args(&[&p], &[&d]) };
+    let args = with(pd_args(&[&p], &[&d]), |a| a.security.api_key = Some("secret".into()));
     let gateway = Gateway::start(args).await;
     let ready = gateway.until("/readiness", |status, _| status == 200).await;
     assert_eq!(ready, json!({"status": "ready", "healthy_workers": 2, "total_workers": 2}));
@@ -694,7 +696,7 @@ async fn when_the_grace_ends_every_client_gets_an_outcome() {
     for how in [How::Drain, How::Now] {
         let p = Worker::start("prefill", well).await;
         let mut d = Worker::start("decode", endless).await;
-        let args = GatewayArgs { shutdown_grace_period_secs: Some(0), ..pd_args(&[&p], &[&d]) };
+        let args = with(pd_args(&[&p], &[&d]), |a| a.deadlines.shutdown_grace_period_secs = Some(0));
         let gateway = Gateway::start(args).await;
         gateway.until_ready().await;
         let mut stream = gateway.chat(true).await;
@@ -723,12 +725,11 @@ async fn when_the_grace_ends_every_client_gets_an_outcome() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_busy_port_is_a_start_error() {
     let held = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let args = GatewayArgs {
-        worker_urls: vec!["http://127.0.0.1:1".into()],
-        host: Some("127.0.0.1".into()),
-        port: Some(held.local_addr().unwrap().port()),
-        ..Default::default()
-    };
+    let args = with(GatewayArgs::default(), |a| {
+        a.fleet.worker_urls = vec!["http://127.0.0.1:1".into()];
+        a.listen.host = Some("127.0.0.1".into());
+        a.listen.port = Some(held.local_addr().unwrap().port());
+    });
     let (_stop, stopped) = watch::channel(None);
     let error =
         tandem_gateway::serve(args.checked().unwrap(), tandem_gateway::Stop::Channel(stopped), |_| ()).unwrap_err();
@@ -742,7 +743,7 @@ async fn a_frozen_worker_fails_its_legs_is_not_used_and_serves_again_when_it_wak
         let (play_d, mut d_told) = hang();
         let mut p = Worker::start("prefill", play_p).await;
         let mut d = Worker::start("decode", play_d).await;
-        let args = GatewayArgs { probe_timeout_ms: Some(300), ..pd_args(&[&p], &[&d]) };
+        let args = with(pd_args(&[&p], &[&d]), |a| a.fleet.probe_timeout_ms = Some(300));
         let gateway = Gateway::start(args).await;
         gateway.until_ready().await;
         let both = async { tokio::join!(gateway.chat(true), gateway.chat(false)) };
@@ -788,7 +789,7 @@ async fn a_stream_of_a_worker_that_freezes_ends_with_an_event() {
         None
     })
     .await;
-    let gateway = Gateway::start(GatewayArgs { probe_timeout_ms: Some(300), ..pd_args(&[&p], &[&d]) }).await;
+    let gateway = Gateway::start(with(pd_args(&[&p], &[&d]), |a| a.fleet.probe_timeout_ms = Some(300))).await;
     gateway.until_ready().await;
     let mut answer = gateway.chat(true).await;
     within("a token", answer.chunk()).await.unwrap().unwrap();
@@ -809,7 +810,7 @@ async fn to_the_end(gateway: &Gateway, bytes: &[u8]) -> String {
 #[tokio::test(flavor = "multi_thread")]
 async fn ambiguous_heads_and_malformed_bodies_are_refused_with_words() {
     let w = Worker::start("null", well).await;
-    let gateway = Gateway::start(GatewayArgs { worker_urls: vec![w.url()], ..Default::default() }).await;
+    let gateway = Gateway::start(with(GatewayArgs::default(), |a| a.fleet.worker_urls = vec![w.url()])).await;
     gateway.until_ready().await;
     for (headers, body, code) in [
         ("content-length: 2", "{}", "malformed_request"),
@@ -829,7 +830,10 @@ async fn ambiguous_heads_and_malformed_bodies_are_refused_with_words() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_client_that_drips_is_let_go() {
     let w = Worker::start("null", well).await;
-    let args = GatewayArgs { worker_urls: vec![w.url()], client_read_timeout_secs: Some(1), ..Default::default() };
+    let args = with(GatewayArgs::default(), |a| {
+        a.fleet.worker_urls = vec![w.url()];
+        a.deadlines.client_read_timeout_secs = Some(1);
+    });
     let gateway = Gateway::start(args).await;
     gateway.until_ready().await;
     for (start, expected) in [
@@ -866,7 +870,7 @@ async fn an_http_1_0_client_gets_a_stream_without_chunks() {
         }
     })
     .await;
-    let gateway = Gateway::start(GatewayArgs { worker_urls: vec![w.url()], ..Default::default() }).await;
+    let gateway = Gateway::start(with(GatewayArgs::default(), |a| a.fleet.worker_urls = vec![w.url()])).await;
     gateway.until_ready().await;
     let body = r#"{"stream":true}"#;
     let head =

@@ -31,8 +31,8 @@ async fn an_interrupt_grants_the_grace_and_a_second_one_ends_it() {
     let writer = log.clone();
     tracing_subscriber::fmt().with_writer(move || writer.clone()).init();
     let w = Worker::start("null", endless).await;
-    let args = GatewayArgs { shutdown_grace_period_secs: Some(600), ..Default::default() };
-    let gateway = Gateway::start_for_signals(GatewayArgs { worker_urls: vec![w.url()], ..args }).await;
+    let args = with(GatewayArgs::default(), |a| a.deadlines.shutdown_grace_period_secs = Some(600));
+    let gateway = Gateway::start_for_signals(with(args, |a| a.fleet.worker_urls = vec![w.url()])).await;
     gateway.until_ready().await;
     let mut stream = gateway.chat(true).await;
     within("a token", stream.chunk()).await.unwrap().unwrap();

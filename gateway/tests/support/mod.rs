@@ -302,15 +302,14 @@ impl Gateway {
     }
 
     async fn start_with(args: GatewayArgs, stopped: Stop, stop: watch::Sender<Option<How>>) -> Gateway {
-        let args = GatewayArgs {
-            host: Some("127.0.0.1".into()),
-            port: Some(0),
-            prometheus_host: Some("127.0.0.1".into()),
-            prometheus_port: Some(0),
-            probe_interval_ms: Some(args.probe_interval_ms.unwrap_or(400)),
-            threads: Some(2),
-            ..args
-        };
+        let args = with(args, |a| {
+            a.listen.host = Some("127.0.0.1".into());
+            a.listen.port = Some(0);
+            a.listen.prometheus_host = Some("127.0.0.1".into());
+            a.listen.prometheus_port = Some(0);
+            a.fleet.probe_interval_ms.get_or_insert(400);
+            a.listen.threads = Some(2);
+        });
         let config = args.checked().unwrap();
         let (tell, told) = oneshot::channel();
         let served = std::thread::spawn(move || {
@@ -389,13 +388,18 @@ impl Drop for Gateway {
     }
 }
 
+/// Settings with a few changed.
+pub fn with(mut args: GatewayArgs, change: impl FnOnce(&mut GatewayArgs)) -> GatewayArgs {
+    change(&mut args);
+    args
+}
+
 pub fn pd_args(prefill: &[&Worker], decode: &[&Worker]) -> GatewayArgs {
-    GatewayArgs {
-        pd_disaggregation: true,
-        prefill: prefill.iter().flat_map(|w| [w.url(), "8998".into()]).collect(),
-        decode: decode.iter().map(|w| w.url()).collect(),
-        ..Default::default()
-    }
+    with(GatewayArgs::default(), |a| {
+        a.fleet.pd_disaggregation = true;
+        a.fleet.prefill = prefill.iter().flat_map(|w| [w.url(), "8998".into()]).collect();
+        a.fleet.decode = decode.iter().map(|w| w.url()).collect();
+    })
 }
 
 /// The error object of an answer, with its status and code header checked against it.

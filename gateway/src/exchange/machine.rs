@@ -1,5 +1,5 @@
 //! One exchange, one outcome: what to do about each thing that happens to a request's legs. *Pure*: facts in, actions out;
-//! [`crate::drive`] carries them out.
+//! [`crate::exchange::drive`] carries them out.
 //!
 //! ```text
 //!             PrefillFailed / DecodeFailed / TimedOut / ClientGone / DecodeEnded

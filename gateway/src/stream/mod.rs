@@ -12,7 +12,7 @@ use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
 use crate::error::{Failure, Side, message_of};
-use crate::http1::ResponseHead;
+use crate::leg::http1::ResponseHead;
 
 /// An event's beginning is held back until it is whole, so that an error can be said between two events; of larger events
 /// the beginning is forwarded at once.
@@ -465,7 +465,7 @@ impl<'de> Deserialize<'de> for Filled {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::http1::take_response_head;
+    use crate::leg::http1::take_response_head;
 
     fn answer(side: Side, content_type: &str) -> Answer {
         answer_of(side, content_type, 1)

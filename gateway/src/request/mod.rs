@@ -10,7 +10,7 @@ use serde::de::{Deserializer, MapAccess, Visitor};
 use serde_json::value::RawValue;
 
 use crate::error::Failure;
-use crate::ticket::Samples;
+use crate::exchange::ticket::Samples;
 
 /// The routes that carry a prompt.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -100,7 +100,7 @@ impl Scanned {
         if self.cuts.is_empty() { self.body.clone() } else { self.assemble("") }
     }
 
-    /// The client's bytes with `fields` (of [`crate::ticket::fields`]) in front of its own.
+    /// The client's bytes with `fields` (of [`crate::exchange::ticket::fields`]) in front of its own.
     pub fn splice(&self, fields: &str) -> Bytes {
         self.assemble(fields)
     }

@@ -7,11 +7,11 @@ use pingora::protocols::http::ServerSession;
 use serde_json::{Value, json};
 
 use crate::config::Role;
+use crate::door::reply::{self, Done};
 use crate::error::{Failure, Side};
 use crate::fleet::Worker;
+use crate::fleet::probe::{ASK_TIMEOUT, reported_tokens};
 use crate::gateway::Gateway;
-use crate::probe::{ASK_TIMEOUT, reported_tokens};
-use crate::reply::{self, Done};
 
 /// Bytes of a passed-on answer at most.
 const ANSWER_BYTES_MAX: usize = 16 << 20;

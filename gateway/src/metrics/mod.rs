@@ -127,7 +127,7 @@ impl Metrics {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::GatewayArgs;
+    use crate::config::tests::config;
     use bytes::Bytes;
 
     #[test]
@@ -136,8 +136,7 @@ mod tests {
         for status in [400, 404, 413, 429, 503] {
             metrics.leg_failed(Side::Decode, &Failure::refused(Side::Decode, status, Bytes::new(), None));
         }
-        let args = GatewayArgs { worker_urls: vec!["http://w:1".into()], ..Default::default() };
-        let text = metrics.render(&Fleet::new(&args.checked().unwrap())).unwrap();
+        let text = metrics.render(&Fleet::new(&config("--worker-urls http://w:1").unwrap())).unwrap();
         let text = String::from_utf8(text).unwrap();
         let line = "smg_worker_errors_total{error_type=\"decode_refused\",worker_type=\"decode\"} 2";
         assert!(text.contains(line), "{text}");

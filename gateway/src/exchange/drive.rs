@@ -15,16 +15,16 @@ use pingora::http::ResponseHeader;
 use pingora::protocols::http::ServerSession;
 use tokio::time::{sleep_until, timeout};
 
+use crate::door::reply::{self, Done};
 use crate::error::{Failure, Side};
-use crate::exchange::{Action, Deadline, Exchange, Fact, Plan};
+use crate::exchange::machine::{Action, Deadline, Exchange, Fact, Plan};
+use crate::exchange::ticket;
 use crate::fleet::Worker;
 use crate::gateway::Gateway;
-use crate::http1::{ResponseHead, request_head};
-use crate::legs::{Leg, LegEvent, Line};
-use crate::reply::{self, Done};
+use crate::leg::http1::{ResponseHead, request_head};
+use crate::leg::{Leg, LegEvent, Line};
 use crate::request::{Endpoint, Scanned};
 use crate::stream::{Answer, Meaning};
-use crate::ticket;
 
 /// How long an accused D waits for P's word about the root cause.
 const VERDICT_WAIT: Duration = Duration::from_millis(100);
@@ -88,7 +88,7 @@ struct Legs {
 async fn open(gateway: &Gateway, request: &Request, fresh: bool) -> Result<Legs, Failure> {
     let mut unreachable: Vec<Arc<Worker>> = Vec::new();
     let mut last_error: Option<(Side, String)> = None;
-    for attempt in 0..=gateway.config.retries_max {
+    for attempt in 0..=gateway.config.retries.max {
         if attempt > 0 {
             gateway.metrics.retried(request.endpoint);
         }

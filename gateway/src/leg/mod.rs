@@ -2,6 +2,8 @@
 //! last in first out, a non-blocking read at checkout finds those that the worker closed, and none idles longer than the
 //! shortest keep-alive of the workers we front (5 s).
 
+pub mod http1;
+
 use std::collections::VecDeque;
 use std::io;
 use std::net::SocketAddr;
@@ -19,7 +21,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use crate::config::ip_of;
 use crate::error::{Failure, Side};
 use crate::fleet::{LegGuard, Worker};
-use crate::http1::{Body, ResponseHead, take_response_head};
+use crate::leg::http1::{Body, ResponseHead, take_response_head};
 
 const IDLE_TIME_MAX: Duration = Duration::from_secs(4);
 const IDLE_CONNECTIONS_MAX: usize = 512;
@@ -342,15 +344,14 @@ impl Leg {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::GatewayArgs;
+    use crate::config::tests::config;
     use crate::fleet::Fleet;
     use tokio::net::TcpListener;
 
     async fn worker() -> (TcpListener, Arc<Worker>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
-        let args = GatewayArgs { worker_urls: vec![url], ..Default::default() };
-        (listener, Fleet::new(&args.checked().unwrap()).workers[0].clone())
+        (listener, Fleet::new(&config(&format!("--worker-urls {url}")).unwrap()).workers[0].clone())
     }
 
     fn connector() -> Connector {

@@ -1,6 +1,9 @@
 //! The door: one HTTP request off a client's connection, checked, its body read within the limit, and handed to the route
 //! it names. Afterwards the connection serves on or is closed.
 
+mod head;
+pub mod reply;
+
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
@@ -16,11 +19,10 @@ use pingora::server::ShutdownWatch;
 use tokio::time::{timeout, timeout_at};
 
 use crate::admin;
-use crate::drive;
+use crate::door::reply::Done;
 use crate::error::{Failure, Side};
+use crate::exchange::drive;
 use crate::gateway::Gateway;
-use crate::head;
-use crate::reply::{self, Done};
 use crate::request::{self, Endpoint};
 
 /// How long the rest of a refused body is read before the connection is closed, so that the client sees the answer.
@@ -204,14 +206,14 @@ async fn prepare(gateway: &Gateway, session: &mut ServerSession, target: &Target
         let what = format!("{} takes {}", target.path_label, target.allowed);
         return Err(Failure::client(405, "method_not_allowed", what));
     }
-    if let Some(key) = gateway.config.api_key.as_ref().filter(|_| !target.open_to_all) {
+    if let Some(key) = gateway.config.security.api_key.as_ref().filter(|_| !target.open_to_all) {
         let given = session.get_header_bytes(header::AUTHORIZATION).strip_prefix(b"Bearer ").unwrap_or(b"");
         if !same(given, key.as_bytes()) {
             let what = "send the gateway's key as `Authorization: Bearer KEY`";
             return Err(Failure::client(401, "invalid_api_key", what));
         }
     }
-    let read = read_body(session, gateway.config.body_bytes_max, gateway.config.deadlines.client_read).await;
+    let read = read_body(session, gateway.config.listen.body_bytes_max, gateway.config.deadlines.client_read).await;
     if read.is_err() {
         // Where the next request begins is not known.
         session.set_keepalive(None);

@@ -42,8 +42,8 @@ impl Prober {
             .pool_max_idle_per_host(0)
             .no_proxy()
             .build()?;
-        let (interval, timeout) = (config.probe_interval, config.probe_timeout);
-        Ok(Prober { fleet, client, interval, timeout, api_key: config.api_key.clone() })
+        let (interval, timeout) = (config.fleet.probe_interval, config.fleet.probe_timeout);
+        Ok(Prober { fleet, client, interval, timeout, api_key: config.security.api_key.clone() })
     }
 
     /// Asks a side's workers that are not healthy, now, since a request finds nobody there. Bounded by a second. A silent

@@ -1,6 +1,8 @@
 //! The workers: where they are, how they do, how busy they are, and picking one. Facts come from probes and from real
 //! traffic; a pick is a policy's choice among those that may serve.
 
+pub mod probe;
+
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
@@ -9,7 +11,7 @@ use tokio::sync::watch;
 
 use crate::config::{Config, Role, WorkerSpec};
 use crate::error::Side;
-use crate::legs::Idle;
+use crate::leg::Idle;
 use crate::pair::{self, Load, Policy};
 
 /// Probes in a row without an answer, and no byte of a leg in between, before a worker counts as silent. Slow is not dead.
@@ -218,10 +220,10 @@ pub struct Fleet {
 impl Fleet {
     pub fn new(config: &Config) -> Self {
         Fleet {
-            workers: config.workers.iter().cloned().map(|spec| Arc::new(Worker::new(spec))).collect(),
-            split: config.split,
-            prefill_policy: config.prefill_policy,
-            decode_policy: config.decode_policy,
+            workers: config.fleet.workers.iter().cloned().map(|spec| Arc::new(Worker::new(spec))).collect(),
+            split: config.fleet.split,
+            prefill_policy: config.fleet.prefill_policy,
+            decode_policy: config.fleet.decode_policy,
             turns: Default::default(),
         }
     }
@@ -286,17 +288,12 @@ impl Fleet {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::GatewayArgs;
+    use crate::config::tests::config;
     use futures_util::FutureExt;
 
     fn fleet() -> Fleet {
-        let args = GatewayArgs {
-            prefill: vec!["http://p:1".into(), "http://q:1".into()],
-            decode: vec!["http://d:1".into()],
-            policy: Some(Policy::RoundRobin),
-            ..Default::default()
-        };
-        Fleet::new(&args.checked().unwrap())
+        let line = "--prefill http://p:1 --prefill http://q:1 --decode http://d:1 --policy round_robin";
+        Fleet::new(&config(line).unwrap())
     }
 
     #[test]

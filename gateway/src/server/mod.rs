@@ -26,10 +26,10 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
 use crate::config::Config;
+use crate::door::{DataApp, MetricsApp};
 use crate::error::StartError;
+use crate::fleet::probe::ProbeService;
 use crate::gateway::Gateway;
-use crate::probe::ProbeService;
-use crate::proxy::{DataApp, MetricsApp};
 
 /// How long clients whose exchange outlived the grace may take to receive its end.
 const LAST_WORDS: Duration = Duration::from_secs(1);
@@ -61,13 +61,13 @@ pub enum How {
 
 /// Serves until told to stop. `listening` is called once, when both listeners are bound.
 pub fn serve(config: Config, stop: Stop, listening: impl FnOnce(Addresses)) -> Result<(), StartError> {
-    let data = bind("requests", &config.listen)?;
-    let metrics = bind("metrics", &config.metrics_listen)?;
+    let data = bind("requests", &config.listen.data)?;
+    let metrics = bind("metrics", &config.listen.metrics)?;
     let addresses = Addresses { data: data.1, metrics: metrics.1 };
-    if let Some(path) = &config.address_file {
+    if let Some(path) = &config.listen.address_file {
         write_addresses(path, addresses)?;
     }
-    let threads = config.threads;
+    let threads = config.listen.threads;
     let gateway = Arc::new(Gateway::new(config)?);
 
     let conf = ServerConf {
