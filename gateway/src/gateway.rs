@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 
+use arc_swap::ArcSwap;
 use tokio::sync::Notify;
 
 use crate::config::Config;
@@ -13,7 +14,8 @@ use crate::leg::Connector;
 use crate::metrics::Metrics;
 
 pub struct Gateway {
-    pub config: Config,
+    /// Replaced whole when settings are read again.
+    config: ArcSwap<Config>,
     pub fleet: Arc<Fleet>,
     pub connector: Connector,
     pub prober: Arc<Prober>,
@@ -40,8 +42,13 @@ impl Gateway {
             grace_over: AtomicBool::new(false),
             grace_ends: Notify::new(),
             fleet,
-            config,
+            config: ArcSwap::from_pointee(config),
         })
+    }
+
+    /// The settings as they are now. A request takes them once, so that it ends under the settings it began with.
+    pub fn config(&self) -> Arc<Config> {
+        self.config.load_full()
     }
 
     /// Counts a request until the guard is dropped.

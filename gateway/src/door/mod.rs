@@ -19,6 +19,7 @@ use pingora::server::ShutdownWatch;
 use tokio::time::{timeout, timeout_at};
 
 use crate::admin;
+use crate::config::Config;
 use crate::door::reply::Done;
 use crate::error::{Failure, Side};
 use crate::exchange::drive;
@@ -48,7 +49,9 @@ impl HttpServerApp for DataApp {
         mut session: ServerSession,
         _: &ShutdownWatch,
     ) -> Option<ReusedHttpStream> {
-        if !head_arrived(&mut session, self.0.config.deadlines.client_read).await {
+        // The wait for a connection's next request may be long: it begins under these settings, the request under those of
+        // its own time.
+        if !head_arrived(&mut session, self.0.config().deadlines.client_read).await {
             return None;
         }
         name_request(&mut session);
@@ -61,10 +64,10 @@ impl HttpServerApp for DataApp {
         }
         let arrived = Instant::now();
         let target = Target::of(&session);
-        gateway.metrics.arrived(target.method_label, target.path_label);
+        gateway.metrics.door.arrived(target.method_label, target.path_label);
         let done = serve(gateway, &mut session, &target, arrived).await;
         let seconds = arrived.elapsed().as_secs_f64();
-        gateway.metrics.answered(target.method_label, target.path_label, done.status, done.code, seconds);
+        gateway.metrics.door.answered(target.method_label, target.path_label, done.status, done.code, seconds);
         next_request(session, done).await
     }
 }
@@ -76,7 +79,7 @@ impl HttpServerApp for MetricsApp {
         mut session: ServerSession,
         _: &ShutdownWatch,
     ) -> Option<ReusedHttpStream> {
-        if !head_arrived(&mut session, self.0.config.deadlines.client_read).await {
+        if !head_arrived(&mut session, self.0.config().deadlines.client_read).await {
             return None;
         }
         session.set_pipelining_enabled(true);
@@ -179,8 +182,9 @@ impl Target {
 }
 
 async fn serve(gateway: &Gateway, session: &mut ServerSession, target: &Target, arrived: Instant) -> Done {
+    let config = gateway.config();
     let prepared = tokio::select! {
-        prepared = prepare(gateway, session, target) => prepared,
+        prepared = prepare(&config, session, target) => prepared,
         () = gateway.until_grace_ends() => Err(Failure::stopping()),
     };
     match prepared {
@@ -188,7 +192,7 @@ async fn serve(gateway: &Gateway, session: &mut ServerSession, target: &Target, 
         Ok(None) => Done::broken(499, "client_gone"),
         Ok(Some(body)) => match target.kind {
             Kind::Admin(route) => admin::answer(gateway, session, route, body).await,
-            Kind::Data(endpoint) => match checked(gateway, session, endpoint, body, arrived) {
+            Kind::Data(endpoint) => match checked(gateway, config, session, endpoint, body, arrived) {
                 Ok(request) => drive::run(gateway, session, &request).await,
                 Err(failure) => reply::failure(session, &failure).await,
             },
@@ -198,7 +202,7 @@ async fn serve(gateway: &Gateway, session: &mut ServerSession, target: &Target, 
 }
 
 /// Checks that come before the body is read, then reads it; `None` when the client left meanwhile.
-async fn prepare(gateway: &Gateway, session: &mut ServerSession, target: &Target) -> Result<Option<Bytes>, Failure> {
+async fn prepare(config: &Config, session: &mut ServerSession, target: &Target) -> Result<Option<Bytes>, Failure> {
     if matches!(target.kind, Kind::Unknown) {
         return Err(not_found(session.req_header().uri.path()));
     }
@@ -206,14 +210,14 @@ async fn prepare(gateway: &Gateway, session: &mut ServerSession, target: &Target
         let what = format!("{} takes {}", target.path_label, target.allowed);
         return Err(Failure::client(405, "method_not_allowed", what));
     }
-    if let Some(key) = gateway.config.security.api_key.as_ref().filter(|_| !target.open_to_all) {
+    if let Some(key) = config.security.api_key.as_ref().filter(|_| !target.open_to_all) {
         let given = session.get_header_bytes(header::AUTHORIZATION).strip_prefix(b"Bearer ").unwrap_or(b"");
         if !same(given, key.as_bytes()) {
             let what = "send the gateway's key as `Authorization: Bearer KEY`";
             return Err(Failure::client(401, "invalid_api_key", what));
         }
     }
-    let read = read_body(session, gateway.config.listen.body_bytes_max, gateway.config.deadlines.client_read).await;
+    let read = read_body(session, config.listen.body_bytes_max, config.deadlines.client_read).await;
     if read.is_err() {
         // Where the next request begins is not known.
         session.set_keepalive(None);
@@ -275,6 +279,7 @@ fn too_slow(bytes: usize) -> Failure {
 
 fn checked(
     gateway: &Gateway,
+    config: Arc<Config>,
     session: &ServerSession,
     endpoint: Endpoint,
     body: Bytes,
@@ -293,7 +298,7 @@ fn checked(
     {
         tracing::warn!("no prefill worker has a bootstrap port: give it behind --prefill URL");
     }
-    Ok(drive::Request { endpoint, headers: session.req_header().headers.clone(), scanned, arrived })
+    Ok(drive::Request { config, endpoint, headers: session.req_header().headers.clone(), scanned, arrived })
 }
 
 fn not_found(path: &str) -> Failure {

@@ -15,6 +15,7 @@ use pingora::http::ResponseHeader;
 use pingora::protocols::http::ServerSession;
 use tokio::time::{sleep_until, timeout};
 
+use crate::config::Config;
 use crate::door::reply::{self, Done};
 use crate::error::{Failure, Side};
 use crate::exchange::machine::{Action, Deadline, Exchange, Fact, Plan};
@@ -33,6 +34,8 @@ const TIDY_WAIT: Duration = Duration::from_secs(1);
 
 /// A request as it arrived.
 pub struct Request {
+    /// The settings it began under.
+    pub config: Arc<Config>,
     pub endpoint: Endpoint,
     pub headers: HeaderMap,
     pub scanned: Scanned,
@@ -47,7 +50,7 @@ impl Request {
 
 /// Answers the client, whatever happens.
 pub async fn run(gateway: &Gateway, session: &mut ServerSession, request: &Request) -> Done {
-    gateway.metrics.routed(request.endpoint, gateway.fleet.split, request.scanned.stream);
+    gateway.metrics.exchange.routed(request.endpoint, gateway.fleet.split, request.scanned.stream);
     let mut stale = false;
     loop {
         let opened = tokio::select! {
@@ -67,7 +70,7 @@ pub async fn run(gateway: &Gateway, session: &mut ServerSession, request: &Reque
             End::Done(done) => return done,
             End::StartOver(failure) => {
                 tracing::debug!(failure = failure.message, "a reused connection was dead, starting over");
-                gateway.metrics.retried(request.endpoint);
+                gateway.metrics.exchange.retried(request.endpoint);
                 stale = true;
             }
         }
@@ -75,7 +78,7 @@ pub async fn run(gateway: &Gateway, session: &mut ServerSession, request: &Reque
 }
 
 fn left(gateway: &Gateway) -> Done {
-    gateway.metrics.clients_gone.inc();
+    gateway.metrics.exchange.clients_gone.inc();
     Done::broken(499, "client_gone")
 }
 
@@ -88,9 +91,9 @@ struct Legs {
 async fn open(gateway: &Gateway, request: &Request, fresh: bool) -> Result<Legs, Failure> {
     let mut unreachable: Vec<Arc<Worker>> = Vec::new();
     let mut last_error: Option<(Side, String)> = None;
-    for attempt in 0..=gateway.config.retries.max {
+    for attempt in 0..=request.config.retries.max {
         if attempt > 0 {
-            gateway.metrics.retried(request.endpoint);
+            gateway.metrics.exchange.retried(request.endpoint);
         }
         let prefill = match gateway.fleet.split {
             true => Some(pick(gateway, Side::Prefill, &unreachable, &last_error).await?),
@@ -136,7 +139,7 @@ async fn pick(
     }
     match picked {
         Ok(worker) => {
-            gateway.metrics.picked(&gateway.fleet, side);
+            gateway.metrics.fleet.picked(&gateway.fleet, side);
             Ok(worker)
         }
         Err(reasons) => {
@@ -243,7 +246,7 @@ impl<'a> Run<'a> {
     }
 
     fn next_deadline(&self) -> (Instant, Deadline) {
-        let limits = &self.gateway.config.deadlines;
+        let limits = &self.request.config.deadlines;
         let mut next = (self.request.arrived + limits.whole, Deadline::Whole);
         let streams = self.request.scanned.stream;
         let candidates = [
@@ -281,7 +284,7 @@ impl<'a> Run<'a> {
                     Meaning::Complete => Fact::DecodeEnded,
                     Meaning::Failed(failure) => {
                         let failure = of_leg(failure, &self.decode);
-                        self.gateway.metrics.leg_failed(Side::Decode, &failure);
+                        self.gateway.metrics.exchange.leg_failed(Side::Decode, &failure);
                         Fact::DecodeFailed(failure)
                     }
                     Meaning::None | Meaning::Token => return None,
@@ -312,7 +315,7 @@ impl<'a> Run<'a> {
             }
             Meaning::Failed(failure) => {
                 let failure = of_leg(failure, &self.prefill);
-                self.gateway.metrics.leg_failed(Side::Prefill, &failure);
+                self.gateway.metrics.exchange.leg_failed(Side::Prefill, &failure);
                 self.prefill = None;
                 Some(Fact::PrefillFailed(failure))
             }
@@ -338,7 +341,7 @@ impl<'a> Run<'a> {
 
     /// Sends a piece of D's answer, its head first. `Err`: the client takes nothing any more.
     async fn forward(&mut self, session: &mut ServerSession, piece: Bytes, last: bool) -> Result<(), Fact> {
-        let limit = self.gateway.config.deadlines.client_write;
+        let limit = self.request.config.deadlines.client_write;
         let gone = |_| Fact::ClientGone;
         if self.opened.is_none() {
             let whole = last.then_some(piece.len());
@@ -348,7 +351,10 @@ impl<'a> Run<'a> {
             }
             self.opened = Some(head.status.as_u16());
             self.machine.on(Fact::AnswerOpened);
-            self.gateway.metrics.first_byte(self.request.endpoint, self.request.arrived.elapsed().as_secs_f64());
+            self.gateway
+                .metrics
+                .exchange
+                .first_byte(self.request.endpoint, self.request.arrived.elapsed().as_secs_f64());
             timeout(limit, session.write_response_header(Box::new(head)))
                 .await
                 .map_err(gone)?
@@ -391,7 +397,7 @@ impl<'a> Run<'a> {
                         worker = failure.detail.as_deref(),
                         "prefill failed after decode had committed"
                     );
-                    self.gateway.metrics.late_prefill_failures.inc();
+                    self.gateway.metrics.exchange.late_prefill_failures.inc();
                 }
                 Action::StartOver(failure) => end = Some(End::StartOver(failure)),
                 Action::Leave => end = Some(End::Done(left(self.gateway))),
@@ -422,8 +428,8 @@ impl<'a> Run<'a> {
     /// P goes on without the client; its leg counts until it really ended.
     fn detach_prefill(&mut self) {
         let (Some(leg), answer) = (self.prefill.take(), self.prefill_answer.take()) else { return };
-        let deadline = self.request.arrived + self.gateway.config.deadlines.whole;
-        let late = self.gateway.metrics.late_prefill_failures.clone();
+        let deadline = self.request.arrived + self.request.config.deadlines.whole;
+        let late = self.gateway.metrics.exchange.late_prefill_failures.clone();
         tokio::spawn(async move {
             if let Ok(false) = timeout(deadline.saturating_duration_since(Instant::now()), drain(leg, answer)).await {
                 late.inc();
@@ -439,7 +445,7 @@ impl<'a> Run<'a> {
         if !events {
             return Done::broken(status, failure.code);
         }
-        let limit = self.gateway.config.deadlines.client_write;
+        let limit = self.request.config.deadlines.client_write;
         let said = timeout(limit, session.write_response_body(failure.event(), true)).await;
         Done { status, code: failure.code, whole: matches!(said, Ok(Ok(()))) }
     }

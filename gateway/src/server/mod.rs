@@ -171,7 +171,7 @@ impl ShutdownSignalWatch for Stopper {
         self.gateway.draining.store(true, Relaxed);
         self.close.send_replace(true);
         if how == How::Drain {
-            let limit = self.gateway.config.deadlines.drain;
+            let limit = self.gateway.config().deadlines.drain;
             tracing::info!("stopping: no new connections, running exchanges may end within {} s", limit.as_secs());
             tokio::select! {
                 _ = self.gateway.until_idle() => tracing::info!("all exchanges ended"),
