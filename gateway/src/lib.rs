@@ -33,10 +33,10 @@ mod stream;
 
 use std::io::{IsTerminal as _, Write as _};
 
-pub use config::{Config, DeadlineArgs, FleetArgs, GatewayArgs, ListenArgs, RetryArgs, SecurityArgs};
+pub use config::{Config, DeadlineArgs, FleetArgs, GatewayArgs, ListenArgs, PairArgs, RetryArgs, SecurityArgs};
 pub use error::StartError;
 pub use exchange::ticket;
-pub use pair::Policy;
+pub use pair::PolicyName;
 pub use server::{Addresses, How, Stop, serve};
 
 /// Runs a gateway until SIGTERM, SIGINT or SIGQUIT; running exchanges may end, unless a second signal comes. Blocks; call it from a thread

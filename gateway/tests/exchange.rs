@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use support::*;
-use tandem_gateway::{GatewayArgs, How, Policy};
+use tandem_gateway::{GatewayArgs, How, PolicyName};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::sync::{mpsc, watch};
@@ -532,7 +532,7 @@ async fn an_unreachable_worker_costs_another_pair_only() {
     let p = Worker::start("prefill", well).await;
     let d = Worker::start("decode", well).await;
     let gone = Worker::start("decode", well).await;
-    let args = with(pd_args(&[&p], &[&gone, &d]), |a| a.fleet.policy = Some(Policy::RoundRobin));
+    let args = with(pd_args(&[&p], &[&gone, &d]), |a| a.pair.policy = Some(PolicyName::RoundRobin));
     let gateway = Gateway::start(args).await;
     gateway.until("/readiness", |_, v| v["healthy_workers"] == 3).await;
     gone.kill().await;

@@ -1,4 +1,4 @@
-//! The workers as they are configured, how they are picked, and how often they are asked. *Pure.*
+//! The workers as they are configured, and how often they are asked. *Pure.*
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -7,7 +7,6 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::words::{switch, words};
 use crate::error::StartError;
-use crate::pair::Policy;
 
 /// Raw, as flags, environment and file give them.
 #[derive(clap::Args, Serialize, Deserialize, Clone, Debug, Default)]
@@ -29,18 +28,6 @@ pub struct FleetArgs {
     #[arg(long, value_name = "URL", num_args = 1.., action = clap::ArgAction::Append)]
     #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "words")]
     pub worker_urls: Vec<String>,
-    /// How workers are picked [default: power_of_two].
-    #[arg(long, value_enum)]
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub policy: Option<Policy>,
-    /// How prefill workers are picked [default: --policy].
-    #[arg(long, value_enum)]
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub prefill_policy: Option<Policy>,
-    /// How decode workers are picked [default: --policy].
-    #[arg(long, value_enum)]
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub decode_policy: Option<Policy>,
     /// Time between two probes of a healthy worker, in milliseconds; others are probed 8 times as often [default: 2000].
     #[arg(long, value_name = "MS")]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -90,8 +77,6 @@ pub struct FleetConfig {
     pub workers: Vec<WorkerSpec>,
     /// Prefill and decode on separate workers.
     pub split: bool,
-    pub prefill_policy: Policy,
-    pub decode_policy: Policy,
     pub probe_interval: Duration,
     pub probe_timeout: Duration,
 }
@@ -99,12 +84,9 @@ pub struct FleetConfig {
 impl FleetArgs {
     pub fn checked(&self) -> Result<FleetConfig, StartError> {
         let split = self.pd_disaggregation || !self.prefill.is_empty() || !self.decode.is_empty();
-        let policy = self.policy.unwrap_or(Policy::PowerOfTwo);
         Ok(FleetConfig {
             workers: self.workers(split)?,
             split,
-            prefill_policy: self.prefill_policy.unwrap_or(policy),
-            decode_policy: self.decode_policy.unwrap_or(policy),
             probe_interval: Duration::from_millis(self.probe_interval_ms.unwrap_or(2000).max(8)),
             probe_timeout: Duration::from_millis(self.probe_timeout_ms.unwrap_or(3000).max(1)),
         })

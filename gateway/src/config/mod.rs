@@ -5,6 +5,7 @@
 mod deadlines;
 mod fleet;
 mod listen;
+mod pair;
 mod retry;
 mod security;
 mod words;
@@ -19,6 +20,7 @@ use figment::providers::{Env, Format, Serialized, Toml, Yaml};
 pub use deadlines::{DeadlineArgs, Deadlines};
 pub use fleet::{FleetArgs, FleetConfig, Role, WorkerSpec, ip_of};
 pub use listen::{Listen, ListenArgs};
+pub use pair::{PairArgs, PairConfig};
 pub use retry::{Retries, RetryArgs};
 pub use security::{Security, SecurityArgs};
 
@@ -34,6 +36,8 @@ pub struct GatewayArgs {
     pub config: Option<PathBuf>,
     #[command(flatten, next_help_heading = "Workers")]
     pub fleet: FleetArgs,
+    #[command(flatten, next_help_heading = "Picking workers")]
+    pub pair: PairArgs,
     #[command(flatten, next_help_heading = "Listening")]
     pub listen: ListenArgs,
     #[command(flatten, next_help_heading = "Deadlines")]
@@ -48,6 +52,7 @@ pub struct GatewayArgs {
 #[derive(Clone, Debug)]
 pub struct Config {
     pub fleet: FleetConfig,
+    pub pair: PairConfig,
     pub listen: Listen,
     pub deadlines: Deadlines,
     pub retries: Retries,
@@ -81,6 +86,7 @@ impl GatewayArgs {
     fn over(&self, below: Figment) -> Figment {
         below
             .merge(Serialized::defaults(&self.fleet))
+            .merge(Serialized::defaults(&self.pair))
             .merge(Serialized::defaults(&self.listen))
             .merge(Serialized::defaults(&self.deadlines))
             .merge(Serialized::defaults(&self.retry))
@@ -91,6 +97,7 @@ impl GatewayArgs {
     pub fn checked(self) -> Result<Config, StartError> {
         Ok(Config {
             fleet: self.fleet.checked()?,
+            pair: self.pair.checked(),
             listen: self.listen.checked(),
             deadlines: self.deadlines.checked()?,
             retries: self.retry.checked(),
@@ -104,6 +111,7 @@ fn extract(figment: &Figment) -> Result<GatewayArgs, figment::Error> {
     Ok(GatewayArgs {
         config: None,
         fleet: figment.extract()?,
+        pair: figment.extract()?,
         listen: figment.extract()?,
         deadlines: figment.extract()?,
         retry: figment.extract()?,
@@ -138,7 +146,7 @@ fn from_kubernetes(key: &str, port: &str) -> bool {
 #[cfg(test)]
 pub mod tests {
     use super::*;
-    use crate::pair::Policy;
+    use crate::pair::PolicyName;
     use clap::Parser;
 
     #[derive(Parser)]
@@ -165,7 +173,10 @@ pub mod tests {
         .unwrap();
         let ports: Vec<_> = config.fleet.workers.iter().map(|w| (w.host.as_str(), w.port, w.bootstrap_port)).collect();
         assert_eq!(ports, [("127.0.0.1", 1, Some(8998)), ("[::1]", 2, None), ("h", 3, None), ("d", 4, None)]);
-        assert_eq!((config.fleet.prefill_policy, config.fleet.decode_policy), (Policy::Random, Policy::RoundRobin));
+        assert_eq!(
+            (config.pair.prefill_policy, config.pair.decode_policy),
+            (PolicyName::Random, PolicyName::RoundRobin)
+        );
         assert!(config.fleet.split && config.listen.data.1 == 0);
     }
 

@@ -6,13 +6,14 @@ pub mod probe;
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 use tokio::sync::watch;
 
 use crate::config::{Config, Role, WorkerSpec};
 use crate::error::Side;
 use crate::leg::Idle;
-use crate::pair::{self, Load, Policy};
+use crate::pair::{Ask, Candidate, Load, Policy, WorkerId};
 
 /// Probes in a row without an answer, and no byte of a leg in between, before a worker counts as silent. Slow is not dead.
 const MISSES_MAX: u32 = 3;
@@ -50,6 +51,8 @@ impl Health {
 /// One worker, for as long as it is configured.
 #[derive(Debug)]
 pub struct Worker {
+    /// Who it is, for policies.
+    id: WorkerId,
     pub spec: WorkerSpec,
     /// `host:port`, for the Host header.
     pub authority: String,
@@ -72,6 +75,7 @@ pub struct Worker {
 impl Worker {
     fn new(spec: WorkerSpec) -> Self {
         Worker {
+            id: WorkerId::of(&spec.url),
             authority: format!("{}:{}", spec.host, spec.port),
             spec,
             idle: Idle::default(),
@@ -212,9 +216,8 @@ pub struct Fleet {
     pub workers: Vec<Arc<Worker>>,
     /// Requests need one worker of each side.
     pub split: bool,
-    prefill_policy: Policy,
-    decode_policy: Policy,
-    turns: [AtomicU64; 2],
+    prefill_policy: Arc<dyn Policy>,
+    decode_policy: Arc<dyn Policy>,
 }
 
 impl Fleet {
@@ -222,9 +225,8 @@ impl Fleet {
         Fleet {
             workers: config.fleet.workers.iter().cloned().map(|spec| Arc::new(Worker::new(spec))).collect(),
             split: config.fleet.split,
-            prefill_policy: config.fleet.prefill_policy,
-            decode_policy: config.fleet.decode_policy,
-            turns: Default::default(),
+            prefill_policy: config.pair.prefill_policy.build(),
+            decode_policy: config.pair.decode_policy.build(),
         }
     }
 
@@ -233,10 +235,10 @@ impl Fleet {
         self.workers.iter().filter(move |w| (w.spec.role == Role::Prefill) == (side == Side::Prefill))
     }
 
-    pub fn policy(&self, side: Side) -> Policy {
+    pub fn policy(&self, side: Side) -> &dyn Policy {
         match side {
-            Side::Prefill => self.prefill_policy,
-            Side::Decode => self.decode_policy,
+            Side::Prefill => &*self.prefill_policy,
+            Side::Decode => &*self.decode_policy,
         }
     }
 
@@ -260,10 +262,13 @@ impl Fleet {
                 self.side(side).filter(may).filter(maybe_back).collect()
             }
         };
-        let loads: Vec<Load> = candidates.iter().map(|w| w.load()).collect();
-        let turn = self.turns[(side == Side::Decode) as usize].fetch_add(1, Relaxed);
-        let chosen = pair::choose(self.policy(side), &loads, turn, rand::random());
-        chosen.map(|i| candidates[i].clone()).ok_or_else(|| self.reasons(side))
+        if candidates.is_empty() {
+            return Err(self.reasons(side));
+        }
+        let asked: Vec<_> = candidates.iter().map(|w| Candidate { id: w.id, load: w.load() }).collect();
+        let ask = Ask { text: None, prompt_bytes: 0, key: None, now: Instant::now() };
+        let chosen = self.policy(side).choose(&ask, &asked, &mut rand::rng());
+        Ok(candidates[chosen].clone())
     }
 
     /// Why each of a side's workers is as it is, for clients: once for all of which it holds.

@@ -1,25 +1,59 @@
-//! Which worker gets a leg: the policies, each a pure choice among candidates. Adding one is a variant, its name, and its
-//! function. *Pure*: loads, the turn and the random number come in.
+//! Which worker gets a leg: the policies, one file each, and the table of their names. A policy is asked with what it may
+//! look at of a request and with the workers that may serve it; what it remembers is its own and bounded. Each side of each
+//! pool has a policy object of its own. Adding a policy is a file and a line in the table below. *Pure*: loads, the time and
+//! the dice come in.
 
+mod power_of_two;
+mod random;
+mod round_robin;
+
+use std::fmt::Debug;
+use std::sync::Arc;
+use std::time::Instant;
+
+use rand::RngCore;
 use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::xxh3_64;
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "snake_case")]
-#[value(rename_all = "snake_case")]
-pub enum Policy {
-    Random,
-    RoundRobin,
-    /// Two at random, the less loaded of them.
-    PowerOfTwo,
+/// The table: a policy's name on the command line and in files, and how it is made.
+macro_rules! policies {
+    ($($(#[doc = $help:literal])+ $name:ident => $make:expr,)+) => {
+        /// A policy by name, as settings give it.
+        #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize, clap::ValueEnum)]
+        #[serde(rename_all = "snake_case")]
+        #[value(rename_all = "snake_case")]
+        pub enum PolicyName {
+            $($(#[doc = $help])+ $name,)+
+        }
+
+        impl PolicyName {
+            /// A new policy object, for one side of one pool.
+            pub fn build(self) -> Arc<dyn Policy> {
+                match self {
+                    $(PolicyName::$name => Arc::new($make),)+
+                }
+            }
+        }
+    };
 }
 
-impl Policy {
-    pub fn name(self) -> &'static str {
-        match self {
-            Policy::Random => "random",
-            Policy::RoundRobin => "round_robin",
-            Policy::PowerOfTwo => "power_of_two",
-        }
+policies! {
+    /// Any of them.
+    Random => random::Random,
+    /// One after the other.
+    RoundRobin => round_robin::RoundRobin::default(),
+    /// Two at random, the less loaded of them.
+    PowerOfTwo => power_of_two::PowerOfTwo,
+}
+
+/// Who a worker is, for policies: derived from its name, so that it is the same in each gateway and after each restart.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct WorkerId(u64);
+
+impl WorkerId {
+    /// `name`: the worker's URL, with `@rank` behind it where the ranks of one worker are candidates of their own.
+    pub fn of(name: &str) -> Self {
+        WorkerId(xxh3_64(name.as_bytes()))
     }
 }
 
@@ -42,61 +76,46 @@ impl Load {
     }
 }
 
-/// The index of the chosen candidate; `None` when there is none. `turn` counts the choices of this side, `dice` is random.
-pub fn choose(policy: Policy, loads: &[Load], turn: u64, dice: u64) -> Option<usize> {
-    let count = loads.len() as u64;
-    match (count, policy) {
-        (0, _) => None,
-        (1, _) => Some(0),
-        (_, Policy::Random) => Some((dice % count) as usize),
-        (_, Policy::RoundRobin) => Some((turn % count) as usize),
-        (_, Policy::PowerOfTwo) => {
-            let first = dice % count;
-            let second = (first + 1 + (dice >> 32) % (count - 1)) % count;
-            let (first, second) = (first as usize, second as usize);
-            Some(if loads[second].is_less(loads[first]) { second } else { first })
-        }
+/// A worker that may get the leg.
+#[derive(Clone, Copy, Debug)]
+pub struct Candidate {
+    pub id: WorkerId,
+    pub load: Load,
+}
+
+/// What a policy may look at of a request.
+#[derive(Clone, Copy, Debug)]
+pub struct Ask<'a> {
+    /// The conversation as one text; only made where [`Policy::reads_text`].
+    pub text: Option<&'a str>,
+    /// The length of the prompt, or of the body where nobody measured the prompt.
+    pub prompt_bytes: usize,
+    /// What says that requests belong together.
+    pub key: Option<&'a str>,
+    pub now: Instant,
+}
+
+/// A way to choose. Requests of all threads share the object.
+pub trait Policy: Send + Sync + Debug {
+    /// As settings and metrics call it.
+    fn name(&self) -> &'static str;
+
+    /// It wants [`Ask::text`], which costs a pass over the body.
+    fn reads_text(&self) -> bool {
+        false
     }
+
+    /// The index of the chosen one. There is at least one candidate, and they come in the order of the pool.
+    fn choose(&self, ask: &Ask, candidates: &[Candidate], dice: &mut dyn RngCore) -> usize;
+
+    /// The worker is gone: nothing of it is remembered.
+    fn forget(&self, _worker: WorkerId) {}
+}
+
+/// A number below `count`, each as likely.
+fn below(count: usize, dice: &mut dyn RngCore) -> usize {
+    ((u128::from(dice.next_u64()) * count as u128) >> 64) as usize
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn tokens(t: u64) -> Load {
-        Load { tokens: Some(t), legs: 0 }
-    }
-
-    #[test]
-    fn nothing_to_choose_from() {
-        assert_eq!(choose(Policy::Random, &[], 0, 9), None);
-    }
-
-    #[test]
-    fn round_robin_takes_turns() {
-        let loads = [tokens(0); 3];
-        let picks: Vec<_> = (0..6).map(|turn| choose(Policy::RoundRobin, &loads, turn, 0).unwrap()).collect();
-        assert_eq!(picks, [0, 1, 2, 0, 1, 2]);
-    }
-
-    #[test]
-    fn power_of_two_of_two_always_takes_the_less_loaded() {
-        for dice in [0, 1, u64::MAX, 1 << 40, 12345678901234567] {
-            assert_eq!(choose(Policy::PowerOfTwo, &[tokens(1_000_000), tokens(0)], 0, dice), Some(1));
-        }
-    }
-
-    #[test]
-    fn power_of_two_falls_back_to_legs_where_a_worker_reports_nothing() {
-        let busy = Load { tokens: None, legs: 5 };
-        let idle = Load { tokens: Some(1_000_000), legs: 0 };
-        assert_eq!(choose(Policy::PowerOfTwo, &[busy, idle], 0, 0), Some(1));
-    }
-
-    #[test]
-    fn random_reaches_all() {
-        let loads = [tokens(0); 4];
-        let seen: std::collections::HashSet<_> = (0..40).map(|d| choose(Policy::Random, &loads, 0, d)).collect();
-        assert_eq!(seen.len(), 4);
-    }
-}
+mod tests;
