@@ -7,6 +7,7 @@ use arc_swap::ArcSwap;
 use tokio::sync::Notify;
 
 use crate::config::Config;
+use crate::door::Door;
 use crate::error::StartError;
 use crate::fleet::Fleet;
 use crate::fleet::probe::Prober;
@@ -20,6 +21,7 @@ pub struct Gateway {
     pub connector: Connector,
     pub prober: Arc<Prober>,
     pub metrics: Metrics,
+    pub door: Door,
     /// No new connections; those that are open end with their request.
     pub draining: AtomicBool,
     running: AtomicUsize,
@@ -36,6 +38,7 @@ impl Gateway {
             connector: Connector::new(config.deadlines.connect),
             prober: Arc::new(Prober::new(fleet.clone(), &config)?),
             metrics: Metrics::new()?,
+            door: Door::default(),
             draining: AtomicBool::new(false),
             running: AtomicUsize::new(0),
             idle: Notify::new(),

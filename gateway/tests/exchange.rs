@@ -837,7 +837,7 @@ async fn a_client_that_drips_is_let_go() {
     let gateway = Gateway::start(args).await;
     gateway.until_ready().await;
     for (start, expected) in [
-        ("POST /v1/chat/completions HTTP/1.1\r\nx: ", ""),
+        ("POST /v1/chat/completions HTTP/1.1\r\nx: ", "HTTP/1.1 408 "),
         ("POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999\r\n\r\n{", "HTTP/1.1 408 "),
     ] {
         let (mut read, mut write) = gateway.connect().await.into_split();
@@ -854,7 +854,7 @@ async fn a_client_that_drips_is_let_go() {
             () = drip => unreachable!(),
         }
         let seen = String::from_utf8(seen).unwrap();
-        assert!(seen.starts_with(expected) && seen.is_empty() == expected.is_empty(), "{seen}");
+        assert!(seen.starts_with(expected), "{seen}");
     }
 }
 

@@ -98,7 +98,7 @@ impl GatewayArgs {
         Ok(Config {
             fleet: self.fleet.checked()?,
             pair: self.pair.checked(),
-            listen: self.listen.checked(),
+            listen: self.listen.checked()?,
             deadlines: self.deadlines.checked()?,
             retries: self.retry.checked(),
             security: self.security.checked(),

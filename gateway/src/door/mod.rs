@@ -1,26 +1,33 @@
 //! The door: one HTTP request off a client's connection, checked, its body read within the limit, and handed to the route
 //! it names. Afterwards the connection serves on or is closed.
 
+mod body;
+pub mod clients;
 mod head;
 pub mod reply;
+mod target;
+mod wire;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use bytes::{Bytes, BytesMut};
-use http::{Method, header};
-use pingora::ErrorType;
-use pingora::apps::{HttpPersistentSettings, HttpServerApp, ReusedHttpStream};
+use bytes::Bytes;
+use http::header;
+use pingora::apps::{HttpPersistentSettings, HttpServerApp, HttpServerOptions, ReusedHttpStream, ServerApp};
+use pingora::protocols::Stream;
 use pingora::protocols::http::ServerSession;
+use pingora::protocols::http::v2::server::{H2Options, default_h2_options};
 use pingora::server::ShutdownWatch;
-
 use tokio::time::{timeout, timeout_at};
 
 use crate::admin;
 use crate::config::Config;
+use crate::door::clients::Clients;
 use crate::door::reply::Done;
+use crate::door::target::{Kind, Target};
+use crate::door::wire::{Gauge, Wire};
 use crate::error::{Failure, Side};
 use crate::exchange::drive;
 use crate::gateway::Gateway;
@@ -28,13 +35,21 @@ use crate::request::{self, Endpoint};
 
 /// How long the rest of a refused body is read before the connection is closed, so that the client sees the answer.
 const DRAIN_WAIT: Duration = Duration::from_secs(1);
+/// How long a connection beyond the cap may take to send the head that its refusal answers.
+const REFUSAL_WAIT: Duration = Duration::from_secs(5);
 const REQUEST_ID_BYTES_MAX: usize = 128;
-/// A body may be this slow.
-const BODY_BYTES_PER_SECOND_MIN: usize = 16 * 1024;
-/// The name of pingora's error for a chunk that is none.
-const INVALID_CHUNK: &str = "InvalidChunk";
-/// Of a body with a declared length this much memory is taken before it has arrived.
-const BODY_RESERVED_BYTES_MAX: usize = 1 << 20;
+/// Requests that one HTTP/2 connection may have open at a time.
+const H2_STREAMS_MAX: u32 = 1000;
+/// What one HTTP/2 stream's answer may have waiting in this process for a slow client.
+const H2_SEND_BUFFER_BYTES: usize = 32 * 1024;
+/// What a client may send of one body, and of all bodies of its HTTP/2 connection, before it hears that more is welcome.
+const H2_WINDOW_BYTES: [u32; 2] = [256 * 1024, 1 << 20];
+
+/// What the door keeps between requests.
+#[derive(Debug, Default)]
+pub struct Door {
+    pub clients: Clients,
+}
 
 /// The data listener's application.
 pub struct DataApp(pub Arc<Gateway>);
@@ -43,146 +58,289 @@ pub struct DataApp(pub Arc<Gateway>);
 pub struct MetricsApp(pub Arc<Gateway>);
 
 #[async_trait]
-impl HttpServerApp for DataApp {
-    async fn process_new_http(
-        self: &Arc<Self>,
-        mut session: ServerSession,
-        _: &ShutdownWatch,
-    ) -> Option<ReusedHttpStream> {
-        // The wait for a connection's next request may be long: it begins under these settings, the request under those of
-        // its own time.
-        if !head_arrived(&mut session, self.0.config().deadlines.client_read).await {
-            return None;
-        }
-        name_request(&mut session);
+impl ServerApp for DataApp {
+    async fn process_new(self: &Arc<Self>, stream: Stream, shutdown: &ShutdownWatch) -> Option<Stream> {
         let gateway = &self.0;
-        let _running = gateway.begin_request();
-        // Without this a client that sends its next request early looks like one that talks out of turn.
-        session.set_pipelining_enabled(true);
-        if gateway.draining.load(Relaxed) {
-            session.set_keepalive(None);
-        }
-        let arrived = Instant::now();
-        let target = Target::of(&session);
-        gateway.metrics.door.arrived(target.method_label, target.path_label);
-        let done = serve(gateway, &mut session, &target, arrived).await;
-        let seconds = arrived.elapsed().as_secs_f64();
-        gateway.metrics.door.answered(target.method_label, target.path_label, done.status, done.code, seconds);
-        next_request(session, done).await
+        let entry = gateway.door.clients.enter(gateway.config().listen.connections_max);
+        let Some(entry) = entry else {
+            gateway.metrics.door.connections_refused.inc();
+            return None;
+        };
+        let (connection, wire) = Connection::new(gateway.clone(), Purpose::Requests, entry.admitted, stream);
+        connection.process_new(wire, shutdown).await
     }
 }
 
 #[async_trait]
-impl HttpServerApp for MetricsApp {
+impl ServerApp for MetricsApp {
+    async fn process_new(self: &Arc<Self>, stream: Stream, shutdown: &ShutdownWatch) -> Option<Stream> {
+        let (connection, wire) = Connection::new(self.0.clone(), Purpose::Metrics, true, stream);
+        connection.process_new(wire, shutdown).await
+    }
+}
+
+/// What a listener is for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Purpose {
+    Requests,
+    Metrics,
+}
+
+/// One client's connection: one request after another, or over HTTP/2 several at a time.
+struct Connection {
+    gateway: Arc<Gateway>,
+    purpose: Purpose,
+    admitted: bool,
+    gauge: Arc<Gauge>,
+    options: HttpServerOptions,
+}
+
+impl Connection {
+    fn new(gateway: Arc<Gateway>, purpose: Purpose, admitted: bool, stream: Stream) -> (Arc<Self>, Stream) {
+        let config = gateway.config();
+        let idle = config.deadlines.client_read;
+        let gauge = Arc::new(Gauge::new(config.listen.head_bytes_max));
+        let mut options = HttpServerOptions::default();
+        options.h2c = config.listen.h2c;
+        options.h2_idle_timeout = Some(idle);
+        let wire = Wire::new(stream, gauge.clone(), idle);
+        (Arc::new(Connection { gateway, purpose, admitted, gauge, options }), Box::new(wire))
+    }
+}
+
+#[async_trait]
+impl HttpServerApp for Connection {
     async fn process_new_http(
         self: &Arc<Self>,
         mut session: ServerSession,
         _: &ShutdownWatch,
     ) -> Option<ReusedHttpStream> {
-        if !head_arrived(&mut session, self.0.config().deadlines.client_read).await {
+        if !self.head_arrived(&mut session).await {
             return None;
         }
+        // Without this a client that sends its next request early looks like one that talks out of turn.
         session.set_pipelining_enabled(true);
-        let done = match session.req_header().uri.path() {
-            "/metrics" => match self.0.metrics.render(&self.0.fleet) {
-                Ok(text) => reply::text(&mut session, 200, "text/plain; version=0.0.4", text).await,
-                Err(error) => reply::text(&mut session, 500, "text/plain", error.to_string()).await,
-            },
-            path => {
-                let failure = not_found(path);
-                reply::failure(&mut session, &failure).await
+        // All waiting has limits of ours.
+        session.set_read_timeout(None);
+        let done = match self.purpose {
+            Purpose::Requests => self.serve_request(&mut session).await,
+            Purpose::Metrics => self.serve_metrics(&mut session).await,
+        };
+        self.next_request(session, done).await
+    }
+
+    fn h2_options(&self) -> Option<H2Options> {
+        let mut options = default_h2_options();
+        options
+            .max_header_list_size(self.gauge.head_bytes_max().try_into().unwrap_or(u32::MAX))
+            .max_concurrent_streams(H2_STREAMS_MAX)
+            .initial_window_size(H2_WINDOW_BYTES[0])
+            .initial_connection_window_size(H2_WINDOW_BYTES[1])
+            .max_send_buffer_size(H2_SEND_BUFFER_BYTES);
+        Some(options)
+    }
+
+    fn server_options(&self) -> Option<&HttpServerOptions> {
+        Some(&self.options)
+    }
+}
+
+impl Connection {
+    async fn serve_request(&self, session: &mut ServerSession) -> Done {
+        let gateway = &self.gateway;
+        let config = gateway.config();
+        name_request(session, &config.listen.request_id_headers);
+        let _running = gateway.begin_request();
+        if gateway.draining.load(Relaxed) {
+            session.set_keepalive(None);
+        }
+        let arrived = Instant::now();
+        let target = Target::of(&session.req_header().method, session.req_header().uri.path());
+        gateway.metrics.door.arrived(target.method_label, target.path_label);
+        let done = match self.admitted {
+            true => serve(gateway, config, session, &target, arrived).await,
+            false => {
+                gateway.metrics.door.connections_refused.inc();
+                session.set_keepalive(None);
+                reply::failure(session, &too_many_connections(config.listen.connections_max)).await
             }
         };
-        next_request(session, done).await
+        let seconds = arrived.elapsed().as_secs_f64();
+        gateway.metrics.door.answered(target.method_label, target.path_label, done.status, done.code, seconds);
+        done
     }
-}
 
-/// Reads a request's head; what cannot be one, or an ambiguous one, is answered with 400 and the connection ends. It ends
-/// without a word where no head came within `limit`, the wait for a connection's next request included.
-async fn head_arrived(session: &mut ServerSession, limit: Duration) -> bool {
-    let fault = match timeout(limit, session.read_request()).await {
-        Ok(Ok(true)) => match head::fault(&session.to_h1_raw(), session.req_header().version) {
-            None => return true,
-            Some(fault) => fault,
-        },
-        Ok(Ok(false)) | Err(_) => return false,
-        Ok(Err(error)) => {
-            tracing::debug!(%error, "malformed request head");
-            "the bytes received are not an HTTP request"
+    async fn serve_metrics(&self, session: &mut ServerSession) -> Done {
+        let gateway = &self.gateway;
+        match session.req_header().uri.path() {
+            "/metrics" => {
+                gateway.metrics.door.connections.set(gateway.door.clients.open() as i64);
+                match gateway.metrics.render(&gateway.fleet) {
+                    Ok(text) => reply::text(session, 200, "text/plain; version=0.0.4", text).await,
+                    Err(error) => reply::text(session, 500, "text/plain", error.to_string()).await,
+                }
+            }
+            path => {
+                let failure = not_found(path);
+                reply::failure(session, &failure).await
+            }
         }
-    };
-    session.set_keepalive(None);
-    let failure = Failure::client(400, "malformed_request", format!("malformed request head: {fault}"));
-    reply::failure(session, &failure).await;
-    session.shutdown().await;
-    false
-}
-
-/// Gives the request an id where its client gave none that can be logged and passed on.
-fn name_request(session: &mut ServerSession) {
-    let given = session.get_header_bytes(reply::REQUEST_ID);
-    let usable = (1..=REQUEST_ID_BYTES_MAX).contains(&given.len()) && given.iter().all(u8::is_ascii_graphic);
-    if !usable {
-        let made = format!("{:032x}", rand::random::<u128>());
-        session.req_header_mut().insert_header(reply::REQUEST_ID, made).expect("hex digits are a header value");
     }
-}
 
-async fn next_request(mut session: ServerSession, done: Done) -> Option<ReusedHttpStream> {
-    if !done.whole {
+    /// Reads a request's head. One that is none, is ambiguous, too large or too slow is answered, and the connection ends. It
+    /// ends without a word where nothing came in time, the wait for a connection's next request included.
+    async fn head_arrived(&self, session: &mut ServerSession) -> bool {
+        if session.is_http2() {
+            // Read and judged by the connection's codec, which knows no ambiguous framing.
+            return true;
+        }
+        // The wait for a connection's next request may be long: it begins under these settings, the request under those of
+        // its own time.
+        let limit = self.gateway.config().deadlines.client_read;
+        let limit = if self.admitted { limit } else { limit.min(REFUSAL_WAIT) };
+        let failure = match self.read_head(session, limit).await {
+            Head::Read => match judge(session, self.gauge.head_bytes_max()) {
+                None => return true,
+                Some(failure) => failure,
+            },
+            Head::Nothing => return false,
+            Head::Refused(failure) => failure,
+        };
+        session.set_keepalive(None);
+        reply::failure(session, &failure).await;
+        self.gateway.metrics.door.head_refused(failure.code);
+        self.gauge.linger();
         session.shutdown().await;
-        return None;
+        false
     }
-    if !session.is_body_done() {
-        let drained = timeout(DRAIN_WAIT, session.drain_request_body()).await;
-        if !matches!(drained, Ok(Ok(()))) {
+
+    /// The first byte must come within `limit`, and the whole head within `limit` of its first byte.
+    async fn read_head(&self, session: &mut ServerSession, limit: Duration) -> Head {
+        self.gauge.begin_head();
+        let mut until = Instant::now() + limit;
+        let read = {
+            let reading = session.read_request();
+            tokio::pin!(reading);
+            loop {
+                match timeout_at(until.into(), &mut reading).await {
+                    Ok(read) => break Some(read),
+                    Err(_) => match self.gauge.head_began().map(|began| began + limit) {
+                        Some(later) if later > until => until = later,
+                        _ => break None,
+                    },
+                }
+            }
+        };
+        self.gauge.end_head();
+        match read {
+            Some(Ok(true)) => Head::Read,
+            Some(Ok(false)) => Head::Nothing,
+            Some(Err(_)) if self.gauge.head_is_too_large() => {
+                Head::Refused(head_too_large(self.gauge.head_bytes_max()))
+            }
+            Some(Err(error)) if error.root_cause().downcast_ref() == Some(&httparse::Error::TooManyHeaders) => {
+                let what = "the request head has more than 256 header fields";
+                Head::Refused(Failure::client(431, "head_too_large", what))
+            }
+            Some(Err(error)) => {
+                tracing::debug!(%error, "malformed request head");
+                Head::Refused(malformed("the bytes received are not an HTTP request"))
+            }
+            None if self.gauge.head_began().is_some() => {
+                let what = format!("the request head did not arrive within {} s; send it again", limit.as_secs());
+                Head::Refused(Failure::client(408, "client_head_timeout", what))
+            }
+            None => Head::Nothing,
+        }
+    }
+
+    async fn next_request(&self, mut session: ServerSession, done: Done) -> Option<ReusedHttpStream> {
+        if session.is_http2() {
+            // A stream that was not answered to its end is reset when the session is dropped.
+            if done.whole {
+                let _ = session.finish().await;
+            }
+            return None;
+        }
+        if !done.whole {
             session.shutdown().await;
             return None;
         }
-    }
-    let settings = HttpPersistentSettings::for_session(&session);
-    let reusable = session.finish().await.ok().flatten()?;
-    Some(ReusedHttpStream::from_reusable_stream(reusable, settings))
-}
-
-enum Kind {
-    Data(Endpoint),
-    Admin(admin::Route),
-    Unknown,
-}
-
-/// What a request asks for, with labels from fixed sets.
-struct Target {
-    kind: Kind,
-    allowed: Method,
-    open_to_all: bool,
-    method: Method,
-    method_label: &'static str,
-    path_label: &'static str,
-}
-
-impl Target {
-    fn of(session: &ServerSession) -> Self {
-        let head = session.req_header();
-        // A HEAD is a GET whose body stays home.
-        let method = if head.method == Method::HEAD { Method::GET } else { head.method.clone() };
-        let method_label = match method {
-            Method::GET => "GET",
-            Method::POST => "POST",
-            _ => "OTHER",
-        };
-        let path = head.uri.path();
-        let (kind, allowed, open_to_all, path_label) = match (Endpoint::of_path(path), admin::route(path)) {
-            (Some(endpoint), _) => (Kind::Data(endpoint), Method::POST, false, endpoint.path()),
-            (None, Some((known, allowed, route, open))) => (Kind::Admin(*route), allowed.clone(), *open, *known),
-            (None, None) => (Kind::Unknown, method.clone(), true, "other"),
-        };
-        Target { kind, allowed, open_to_all, method, method_label, path_label }
+        if !session.is_body_done() {
+            let drained = timeout(DRAIN_WAIT, session.drain_request_body()).await;
+            if !matches!(drained, Ok(Ok(()))) {
+                self.gauge.linger();
+                session.shutdown().await;
+                return None;
+            }
+        }
+        let settings = HttpPersistentSettings::for_session(&session);
+        let reusable = session.finish().await.ok().flatten()?;
+        let (stream, ahead) = reusable.into_parts();
+        self.gauge.carry(ahead.as_ref().map_or(0, |bytes| bytes.len()));
+        let mut settings = settings;
+        if let Some(ahead) = ahead {
+            settings.set_pipelined_prefix(ahead);
+        }
+        Some(ReusedHttpStream::new(stream, Some(settings)))
     }
 }
 
-async fn serve(gateway: &Gateway, session: &mut ServerSession, target: &Target, arrived: Instant) -> Done {
-    let config = gateway.config();
+/// What came of reading a head.
+enum Head {
+    Read,
+    /// The client closed or sent nothing.
+    Nothing,
+    Refused(Failure),
+}
+
+fn judge(session: &ServerSession, bytes_max: usize) -> Option<Failure> {
+    let raw = session.to_h1_raw();
+    if raw.len() > bytes_max {
+        return Some(head_too_large(bytes_max));
+    }
+    head::fault(&raw, session.req_header().version).map(malformed)
+}
+
+fn malformed(fault: &str) -> Failure {
+    Failure::client(400, "malformed_request", format!("malformed request head: {fault}"))
+}
+
+fn head_too_large(bytes_max: usize) -> Failure {
+    let what = format!("the request head is larger than {bytes_max} bytes (--max-header-size)");
+    Failure::client(431, "head_too_large", what)
+}
+
+fn too_many_connections(max: usize) -> Failure {
+    let what = format!("the gateway has {max} client connections, its limit (--max-connections); retry in a moment");
+    let mut failure = Failure::new(503, "too_many_connections", crate::error::Blame::Gateway, what);
+    failure.retry_after_secs = Some(1);
+    failure
+}
+
+/// Gives the request an id under [`reply::REQUEST_ID`]: the client's own from the first of `names` that holds one which can
+/// be logged and passed on, else a new one.
+fn name_request(session: &mut ServerSession, names: &[http::HeaderName]) {
+    let usable =
+        |given: &[u8]| (1..=REQUEST_ID_BYTES_MAX).contains(&given.len()) && given.iter().all(u8::is_ascii_graphic);
+    let given = names.iter().find(|name| usable(session.get_header_bytes(*name)));
+    if given == Some(&reply::REQUEST_ID) {
+        return;
+    }
+    let id = match given.and_then(|name| session.get_header(name)) {
+        Some(id) => id.clone(),
+        None => format!("{:032x}", rand::random::<u128>()).try_into().expect("hex digits are a header value"),
+    };
+    session.req_header_mut().insert_header(reply::REQUEST_ID, id).expect("an id is a header value");
+}
+
+async fn serve(
+    gateway: &Gateway,
+    config: Arc<Config>,
+    session: &mut ServerSession,
+    target: &Target,
+    arrived: Instant,
+) -> Done {
     let prepared = tokio::select! {
         prepared = prepare(&config, session, target) => prepared,
         () = gateway.until_grace_ends() => Err(Failure::stopping()),
@@ -217,7 +375,7 @@ async fn prepare(config: &Config, session: &mut ServerSession, target: &Target) 
             return Err(Failure::client(401, "invalid_api_key", what));
         }
     }
-    let read = read_body(session, config.listen.body_bytes_max, config.deadlines.client_read).await;
+    let read = body::read(session, config.listen.body_bytes_max, config.deadlines.client_read).await;
     if read.is_err() {
         // Where the next request begins is not known.
         session.set_keepalive(None);
@@ -228,53 +386,6 @@ async fn prepare(config: &Config, session: &mut ServerSession, target: &Target) 
 /// Compares in time that depends on the lengths alone.
 fn same(a: &[u8], b: &[u8]) -> bool {
     a.len() == b.len() && a.iter().zip(b).fold(0, |diff, (x, y)| diff | (x ^ y)) == 0
-}
-
-/// The whole body; `None` when the client left. It must arrive within `limit`, and another second per piece of
-/// [`BODY_BYTES_PER_SECOND_MIN`] that came.
-async fn read_body(session: &mut ServerSession, bytes_max: usize, limit: Duration) -> Result<Option<Bytes>, Failure> {
-    let began = Instant::now();
-    let too_large = |bytes: u64| {
-        let what =
-            format!("the request body has at least {bytes} bytes, the limit is {bytes_max} (--max-payload-size)");
-        Failure::client(413, "payload_too_large", what)
-    };
-    let declared = session.get_header(header::CONTENT_LENGTH).and_then(|v| v.to_str().ok()?.trim().parse::<u64>().ok());
-    if let Some(declared) = declared.filter(|d| *d > bytes_max as u64) {
-        return Err(too_large(declared));
-    }
-    let expects = session.get_header_bytes(header::EXPECT).eq_ignore_ascii_case(b"100-continue");
-    if expects && session.write_continue_response().await.is_err() {
-        return Ok(None);
-    }
-    let mut body = BytesMut::with_capacity(declared.map_or(0, |d| (d as usize).min(BODY_RESERVED_BYTES_MAX)));
-    loop {
-        let earned = Duration::from_secs((body.len() / BODY_BYTES_PER_SECOND_MIN) as u64);
-        let Ok(read) = timeout_at((began + limit + earned).into(), session.read_request_body()).await else {
-            return Err(too_slow(body.len()));
-        };
-        match read {
-            Ok(Some(piece)) if body.len() + piece.len() > bytes_max => {
-                return Err(too_large((body.len() + piece.len()) as u64));
-            }
-            Ok(Some(piece)) => body.extend_from_slice(&piece),
-            Ok(None) => return Ok(Some(body.freeze())),
-            Err(error) if *error.etype() == ErrorType::ReadTimedout => return Err(too_slow(body.len())),
-            Err(error) if error.etype().as_str() == INVALID_CHUNK => {
-                tracing::debug!(%error, "malformed chunk");
-                return Err(Failure::client(400, "malformed_body", "the request body's chunked coding is malformed"));
-            }
-            Err(error) => {
-                tracing::debug!(%error, "the client left in the middle of its body");
-                return Ok(None);
-            }
-        }
-    }
-}
-
-fn too_slow(bytes: usize) -> Failure {
-    let what = format!("the request body did not arrive in time, {bytes} bytes of it came; send it again, faster");
-    Failure::client(408, "client_read_timeout", what)
 }
 
 fn checked(

@@ -1,7 +1,7 @@
 //! Answers of the gateway's own, written to a client's session: JSON, text, and errors in OpenAI's shape.
 
 use bytes::Bytes;
-use http::{HeaderMap, HeaderName};
+use http::{HeaderMap, HeaderName, HeaderValue};
 use pingora::http::ResponseHeader;
 use pingora::protocols::http::ServerSession;
 use serde_json::Value;
@@ -48,19 +48,24 @@ pub async fn text(
 /// The failure's status, body and code. A request whose body was not read to its end loses its connection.
 pub async fn failure(session: &mut ServerSession, failure: &Failure) -> Done {
     let mut headers = HeaderMap::new();
-    headers.insert("x-smg-error-code", http::HeaderValue::from_static(failure.code));
-    if let Some(id) = session.as_http1().and_then(|http1| http1.get_header(REQUEST_ID)) {
-        headers.insert(REQUEST_ID, id.clone());
-    }
+    headers.insert("x-smg-error-code", HeaderValue::from_static(failure.code));
     if let Some(secs) = failure.retry_after_secs {
         headers.insert(http::header::RETRY_AFTER, secs.into());
     }
     if failure.status == 405 {
         let allowed = if failure.message.ends_with("GET") { "GET" } else { "POST" };
-        headers.insert(http::header::ALLOW, http::HeaderValue::from_static(allowed));
+        headers.insert(http::header::ALLOW, HeaderValue::from_static(allowed));
     }
     let done = whole(session, failure.status, "application/json", headers, failure.body()).await;
     Done { code: failure.code, ..done }
+}
+
+/// The request's id; none where no head could be read.
+pub fn request_id(session: &ServerSession) -> Option<&HeaderValue> {
+    match session.as_http1() {
+        Some(http1) => http1.get_header(REQUEST_ID),
+        None => session.get_header(REQUEST_ID),
+    }
 }
 
 /// A whole answer in one write.
@@ -72,12 +77,15 @@ pub async fn whole(
     body: Bytes,
 ) -> Done {
     let sent = async {
-        let mut head = ResponseHeader::build(status, Some(headers.len() + 4))?;
+        let mut head = ResponseHeader::build(status, Some(headers.len() + 5))?;
         for (name, value) in &headers {
             head.append_header(name.clone(), value.clone())?;
         }
         if !headers.contains_key(http::header::CONTENT_TYPE) {
             head.insert_header(http::header::CONTENT_TYPE, content_type)?;
+        }
+        if let Some(id) = request_id(session) {
+            head.insert_header(REQUEST_ID, id.clone())?;
         }
         head.insert_header(http::header::CONTENT_LENGTH, body.len())?;
         session.write_response_header(Box::new(head)).await?;

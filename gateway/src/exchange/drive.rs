@@ -374,6 +374,9 @@ impl<'a> Run<'a> {
         for (name, value) in headers {
             head.append_header(name.clone(), value.clone()).expect("a parsed header is one");
         }
+        if let Some(id) = self.request.headers.get(reply::REQUEST_ID) {
+            head.insert_header(reply::REQUEST_ID, id.clone()).expect("a parsed header is one");
+        }
         let framed = match whole {
             Some(length) => head.insert_header(CONTENT_LENGTH, length),
             None if version == Version::HTTP_10 => Ok(()),

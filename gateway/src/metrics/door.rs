@@ -1,6 +1,6 @@
 //! What the door counts: requests as they come, answers as they end.
 
-use prometheus::{HistogramVec, IntCounterVec};
+use prometheus::{HistogramVec, IntCounter, IntCounterVec, IntGauge};
 
 use super::{Registrar, SECONDS};
 
@@ -8,6 +8,10 @@ pub struct DoorMetrics {
     requests: IntCounterVec,
     responses: IntCounterVec,
     duration: HistogramVec,
+    /// As of the last look at it.
+    pub connections: IntGauge,
+    pub connections_refused: IntCounter,
+    heads_refused: IntCounterVec,
 }
 
 impl DoorMetrics {
@@ -22,6 +26,14 @@ impl DoorMetrics {
                 method_and_path,
                 &SECONDS,
             )?,
+            connections: registrar.gauge("smg_http_connections_active", "Client connections that are open")?,
+            connections_refused: registrar
+                .counter("tandem_gateway_connections_refused_total", "Client connections beyond --max-connections")?,
+            heads_refused: registrar.counters(
+                "tandem_gateway_heads_refused_total",
+                "Request heads that were malformed, ambiguous, too large or too slow",
+                &["error_code"],
+            )?,
         })
     }
 
@@ -32,5 +44,10 @@ impl DoorMetrics {
     pub fn answered(&self, method: &'static str, path: &'static str, status: u16, code: &str, seconds: f64) {
         self.responses.with_label_values(&[status.to_string().as_str(), code]).inc();
         self.duration.with_label_values(&[method, path]).observe(seconds);
+    }
+
+    /// `code` is one of the few that refuse a head.
+    pub fn head_refused(&self, code: &'static str) {
+        self.heads_refused.with_label_values(&[code]).inc();
     }
 }
