@@ -128,6 +128,13 @@ impl Failure {
         Self::new(504, code, Blame::Worker(side), message).with_detail(worker)
     }
 
+    /// The worker was removed from the fleet and had its time to end its legs.
+    pub fn removed(side: Side, worker: &str) -> Self {
+        let message = format!("the {} worker was removed before the answer's end; send the request again", side.name());
+        let code = pick(side, ["prefill_removed", "decode_removed"]);
+        Self::new(503, code, Blame::Gateway, message).with_detail(worker)
+    }
+
     /// A worker's own refusal: its status stays, its message too, and its body when it is an error object.
     pub fn refused(side: Side, status: u16, body: Bytes, retry_after_secs: Option<u32>) -> Self {
         let blame = if status < 500 { Blame::Client } else { Blame::Worker(side) };

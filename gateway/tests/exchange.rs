@@ -494,7 +494,7 @@ async fn silence_in_mid_stream_ends_it() {
 async fn a_missing_side_is_named_and_served_again_as_soon_as_it_is_back() {
     let p = Worker::start("prefill", well).await;
     let d = Worker::start("decode", well).await;
-    let args = with(pd_args(&[&p], &[&d]), |a| a.fleet.probe_interval_ms = Some(600_000));
+    let args = with(pd_args(&[&p], &[&d]), |a| a.fleet.health_check_interval_secs = Some(600.0));
     let gateway = Gateway::start(args).await;
     gateway.until_ready().await;
     assert_eq!(gateway.chat(false).await.status(), 200);
@@ -515,7 +515,7 @@ async fn a_worker_that_was_starting_is_asked_again_when_needed() {
     let p = Worker::start("prefill", well).await;
     let starting = Says { health: 503, ..Says::mode("decode") };
     let d = Worker::start_at("127.0.0.1:0".parse().unwrap(), starting, well).await;
-    let args = with(pd_args(&[&p], &[&d]), |a| a.fleet.probe_interval_ms = Some(600_000));
+    let args = with(pd_args(&[&p], &[&d]), |a| a.fleet.health_check_interval_secs = Some(600.0));
     let gateway = Gateway::start(args).await;
     let seen = |_: u16, v: &Value| v["unhealthy"].to_string().contains("503") && v["healthy_workers"] == 1;
     gateway.until("/readiness", seen).await;
@@ -743,7 +743,7 @@ async fn a_frozen_worker_fails_its_legs_is_not_used_and_serves_again_when_it_wak
         let (play_d, mut d_told) = hang();
         let mut p = Worker::start("prefill", play_p).await;
         let mut d = Worker::start("decode", play_d).await;
-        let args = with(pd_args(&[&p], &[&d]), |a| a.fleet.probe_timeout_ms = Some(300));
+        let args = with(pd_args(&[&p], &[&d]), |a| a.fleet.health_check_timeout_secs = Some(0.3));
         let gateway = Gateway::start(args).await;
         gateway.until_ready().await;
         let both = async { tokio::join!(gateway.chat(true), gateway.chat(false)) };
@@ -789,7 +789,7 @@ async fn a_stream_of_a_worker_that_freezes_ends_with_an_event() {
         None
     })
     .await;
-    let gateway = Gateway::start(with(pd_args(&[&p], &[&d]), |a| a.fleet.probe_timeout_ms = Some(300))).await;
+    let gateway = Gateway::start(with(pd_args(&[&p], &[&d]), |a| a.fleet.health_check_timeout_secs = Some(0.3))).await;
     gateway.until_ready().await;
     let mut answer = gateway.chat(true).await;
     within("a token", answer.chunk()).await.unwrap().unwrap();

@@ -10,7 +10,7 @@ use crate::config::Role;
 use crate::door::reply::{self, Done};
 use crate::error::{Failure, Side};
 use crate::fleet::Worker;
-use crate::fleet::probe::{ASK_TIMEOUT, reported_tokens};
+use crate::fleet::probe::ASK_TIMEOUT;
 use crate::gateway::Gateway;
 
 /// Bytes of a passed-on answer at most.
@@ -63,7 +63,7 @@ pub async fn answer(gateway: &Gateway, session: &mut ServerSession, route: Route
 }
 
 async fn readiness(gateway: &Gateway, session: &mut ServerSession) -> Done {
-    let fleet = &gateway.fleet;
+    let fleet = gateway.fleet.snapshot();
     let draining = gateway.draining.load(std::sync::atomic::Ordering::Relaxed);
     let healthy = fleet.workers.iter().filter(|w| w.is_healthy()).count();
     if fleet.is_ready() && !draining {
@@ -84,6 +84,7 @@ fn unwell(worker: &Worker) -> Value {
 }
 
 fn workers(gateway: &Gateway) -> Value {
+    let fleet = gateway.fleet.snapshot();
     let describe = |worker: &Worker| {
         json!({
             "id": worker.url(),
@@ -98,28 +99,28 @@ fn workers(gateway: &Gateway) -> Value {
             "bootstrap_port": worker.bootstrap_port().filter(|_| worker.spec.role == Role::Prefill),
         })
     };
-    let all: Vec<Value> = gateway.fleet.workers.iter().map(|w| describe(w)).collect();
-    let count = |role| gateway.fleet.workers.iter().filter(|w| w.spec.role == role).count();
+    let all: Vec<Value> = fleet.workers.iter().map(|w| describe(w)).collect();
+    let count = |role| fleet.workers.iter().filter(|w| w.spec.role == role).count();
     let stats = json!({
         "prefill_count": count(Role::Prefill), "decode_count": count(Role::Decode), "regular_count": count(Role::Plain),
     });
-    json!({"workers": all, "total": gateway.fleet.workers.len(), "stats": stats})
+    json!({"workers": all, "total": fleet.workers.len(), "stats": stats})
 }
 
 async fn loads(gateway: &Gateway) -> Value {
     let ask = async |worker: &Worker| {
-        let answer = gateway.prober.json(worker, &["/v1/loads", "/get_load"], ASK_TIMEOUT).await;
-        let load = answer.as_ref().and_then(reported_tokens).map_or(-1, |tokens| tokens as i64);
+        let load = gateway.prober.tokens(worker, ASK_TIMEOUT).await.map_or(-1, |tokens| tokens as i64);
         json!({"worker": worker.url(), "load": load})
     };
-    json!({"workers": join_all(gateway.fleet.workers.iter().map(|w| ask(w))).await})
+    let fleet = gateway.fleet.snapshot();
+    json!({"workers": join_all(fleet.workers.iter().map(|w| ask(w))).await})
 }
 
 /// Asks one worker, healthy ones first and prefill before decode, and hands its answer on.
 async fn passed(gateway: &Gateway, session: &mut ServerSession, paths: &[&str]) -> Done {
-    let fleet = &gateway.fleet;
-    let mut order: Vec<_> = fleet.side(Side::Prefill).chain(fleet.side(Side::Decode)).collect();
-    order.sort_by_key(|w| !w.is_healthy());
+    let fleet = gateway.fleet.snapshot();
+    let mut order: Vec<_> = fleet.workers.iter().collect();
+    order.sort_by_key(|w| (!w.is_healthy(), w.spec.role));
     let mut refusal = None;
     for worker in order {
         for path in paths {
@@ -159,7 +160,8 @@ async fn fan_out(gateway: &Gateway, session: &mut ServerSession, path: &'static 
         };
         (worker.url().to_owned(), said)
     };
-    let outcomes = join_all(gateway.fleet.workers.iter().map(|w| ask(w))).await;
+    let fleet = gateway.fleet.snapshot();
+    let outcomes = join_all(fleet.workers.iter().map(|w| ask(w))).await;
     let total = outcomes.len();
     if let Some((_, Said::BadRequest(body))) = outcomes.first()
         && outcomes.iter().all(|(_, said)| matches!(said, Said::BadRequest(_)))

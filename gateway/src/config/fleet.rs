@@ -1,12 +1,14 @@
-//! The workers as they are configured, and how often they are asked. *Pure.*
+//! The workers as they are configured, how they are asked for their health, and when their breakers open. *Pure.*
 
+use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::config::words::{switch, words};
+use crate::config::words::{switch, word, words};
 use crate::error::StartError;
+use crate::fleet::{Rules, Thresholds};
 
 /// Raw, as flags, environment and file give them.
 #[derive(clap::Args, Serialize, Deserialize, Clone, Debug, Default)]
@@ -28,18 +30,74 @@ pub struct FleetArgs {
     #[arg(long, value_name = "URL", num_args = 1.., action = clap::ArgAction::Append)]
     #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "words")]
     pub worker_urls: Vec<String>,
-    /// Time between two probes of a healthy worker, in milliseconds; others are probed 8 times as often [default: 2000].
-    #[arg(long, value_name = "MS")]
+    /// Start without workers: they come by POST /workers. In the environment: true, false, 1 or 0.
+    #[arg(long)]
+    #[serde(default, skip_serializing_if = "std::ops::Not::not", deserialize_with = "switch")]
+    pub enable_igw: bool,
+    /// The model of all workers given by flags; without it each is asked for the names it serves.
+    #[arg(long, value_name = "NAME")]
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "word")]
+    pub served_model_name: Option<String>,
+    /// Pick a data-parallel rank of a worker, too, and tell it which. In the environment: true, false, 1 or 0.
+    #[arg(long)]
+    #[serde(default, skip_serializing_if = "std::ops::Not::not", deserialize_with = "switch")]
+    pub dp_aware: bool,
+    /// Open legs of a removed worker may go on for this long, in seconds [default: --request-timeout-secs].
+    #[arg(long, value_name = "SECS")]
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub probe_interval_ms: Option<u64>,
-    /// A probe's answer after at most, in milliseconds. A worker that answers three in a row not at all counts as silent: its
-    /// legs fail, and it is not used until it answers [default: 3000].
-    #[arg(long, value_name = "MS")]
+    pub worker_drain_timeout_secs: Option<f64>,
+    /// Time between two health checks of a healthy worker, in seconds, also fractions; others are checked 8 times as often
+    /// [default: 2].
+    #[arg(long, value_name = "SECS")]
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub probe_timeout_ms: Option<u64>,
+    pub health_check_interval_secs: Option<f64>,
+    /// A health check that is not answered within this many seconds, also fractions, is a failed one; an answer that comes
+    /// later still counts [default: 3].
+    #[arg(long, value_name = "SECS")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub health_check_timeout_secs: Option<f64>,
+    /// After so many checks in a row without an answer a worker counts as silent: its legs fail, and it is not used until it
+    /// answers [default: 3].
+    #[arg(long, value_name = "COUNT")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub health_failure_threshold: Option<u32>,
+    /// After so many answered checks in a row a worker is healthy again [default: 1].
+    #[arg(long, value_name = "COUNT")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub health_success_threshold: Option<u32>,
+    /// The path of health checks [default: /health].
+    #[arg(long, value_name = "PATH")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub health_check_endpoint: Option<String>,
+    /// Ask no worker for its health; what can be connected to is used. In the environment: true, false, 1 or 0.
+    #[arg(long)]
+    #[serde(default, skip_serializing_if = "std::ops::Not::not", deserialize_with = "switch")]
+    pub disable_health_check: bool,
+    /// After so many failed legs in a row a worker's circuit breaker opens; also when half of the legs that ended within the
+    /// window failed, of twice as many at least [default: 10].
+    #[arg(long, value_name = "COUNT")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cb_failure_threshold: Option<u32>,
+    /// After so many trials that went well, one at a time, an open breaker closes [default: 1].
+    #[arg(long, value_name = "COUNT")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cb_success_threshold: Option<u32>,
+    /// An open breaker waits a second before it tries a leg, twice as long after each that fails, and this many seconds at
+    /// most [default: 10].
+    #[arg(long, value_name = "SECS")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cb_timeout_duration_secs: Option<f64>,
+    /// The window in which a breaker compares failed legs with others, in seconds [default: 30].
+    #[arg(long, value_name = "SECS")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cb_window_duration_secs: Option<f64>,
+    /// No circuit breakers. In the environment: true, false, 1 or 0.
+    #[arg(long)]
+    #[serde(default, skip_serializing_if = "std::ops::Not::not", deserialize_with = "switch")]
+    pub disable_circuit_breaker: bool,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Role {
     Prefill,
     Decode,
@@ -48,6 +106,17 @@ pub enum Role {
 }
 
 impl Role {
+    pub const ALL: [Role; 3] = [Role::Prefill, Role::Decode, Role::Plain];
+
+    /// What errors call it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Role::Prefill => "prefill",
+            Role::Decode => "decode",
+            Role::Plain => "plain",
+        }
+    }
+
     /// sglang_router's word for it.
     pub fn worker_type(self) -> &'static str {
         match self {
@@ -69,44 +138,134 @@ pub struct WorkerSpec {
     pub port: u16,
     pub role: Role,
     pub bootstrap_port: Option<u16>,
+    /// Its model; `None` has it asked for the names it serves.
+    pub model: Option<String>,
+    /// Sent to it as `Authorization: Bearer`, instead of the gateway's key.
+    pub api_key: Option<Secret>,
+    pub labels: BTreeMap<String, String>,
+    /// Data-parallel ranks; `None` has it asked.
+    pub dp_size: Option<u16>,
+}
+
+impl WorkerSpec {
+    /// A worker at `http://host:port` (or https). The error says what is wrong with the URL.
+    pub fn new(url: &str, role: Role) -> Result<WorkerSpec, String> {
+        let bad = |why: &str| format!("worker URL {url:?}: {why}; expected http://host:port");
+        let parsed = url::Url::parse(url).map_err(|e| bad(&e.to_string()))?;
+        let tls = match parsed.scheme() {
+            "http" => false,
+            "https" => true,
+            _ => return Err(bad("its scheme is neither http nor https")),
+        };
+        if !matches!(parsed.path(), "" | "/") || parsed.query().is_some() || !parsed.username().is_empty() {
+            return Err(bad("it has more than a host and a port"));
+        }
+        let host = parsed.host_str().ok_or_else(|| bad("it has no host"))?.to_owned();
+        let port = parsed.port_or_known_default().filter(|p| *p > 0).ok_or_else(|| bad("it has no port"))?;
+        Ok(WorkerSpec {
+            url: format!("{}://{host}:{port}", parsed.scheme()),
+            tls,
+            host,
+            port,
+            role,
+            bootstrap_port: None,
+            model: None,
+            api_key: None,
+            labels: BTreeMap::new(),
+            dp_size: None,
+        })
+    }
+}
+
+/// A key that no log shows.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Secret(pub String);
+
+impl std::fmt::Debug for Secret {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.write_str("(secret)")
+    }
 }
 
 /// Checked.
 #[derive(Clone, Debug)]
 pub struct FleetConfig {
     pub workers: Vec<WorkerSpec>,
-    /// Prefill and decode on separate workers.
-    pub split: bool,
-    pub probe_interval: Duration,
-    pub probe_timeout: Duration,
+    pub dp_aware: bool,
+    /// `None` is a request's whole time.
+    pub drain: Option<Duration>,
+    pub check_interval: Duration,
+    pub check_timeout: Duration,
+    pub check_endpoint: String,
+    pub checks_disabled: bool,
+    pub thresholds: Thresholds,
+    pub breaker: Option<Rules>,
 }
+
+/// An open breaker's first wait.
+const BREAKER_FIRST_WAIT: Duration = Duration::from_secs(1);
 
 impl FleetArgs {
     pub fn checked(&self) -> Result<FleetConfig, StartError> {
         let split = self.pd_disaggregation || !self.prefill.is_empty() || !self.decode.is_empty();
+        let mut workers = self.workers(split)?;
+        for worker in &mut workers {
+            worker.model.clone_from(&self.served_model_name);
+        }
+        let check_endpoint = self.health_check_endpoint.clone().unwrap_or_else(|| "/health".into());
+        if !check_endpoint.starts_with('/') {
+            return Err(StartError::Config(format!(
+                "--health-check-endpoint {check_endpoint:?} must begin with a slash"
+            )));
+        }
         Ok(FleetConfig {
-            workers: self.workers(split)?,
-            split,
-            probe_interval: Duration::from_millis(self.probe_interval_ms.unwrap_or(2000).max(8)),
-            probe_timeout: Duration::from_millis(self.probe_timeout_ms.unwrap_or(3000).max(1)),
+            workers,
+            dp_aware: self.dp_aware,
+            drain: self
+                .worker_drain_timeout_secs
+                .map(|secs| seconds("worker-drain-timeout-secs", Some(secs), secs))
+                .transpose()?,
+            check_interval: seconds("health-check-interval-secs", self.health_check_interval_secs, 2.0)?,
+            check_timeout: seconds("health-check-timeout-secs", self.health_check_timeout_secs, 3.0)?,
+            check_endpoint,
+            checks_disabled: self.disable_health_check,
+            thresholds: Thresholds {
+                failures: count("health-failure-threshold", self.health_failure_threshold, 3)?,
+                successes: count("health-success-threshold", self.health_success_threshold, 1)?,
+            },
+            breaker: if self.disable_circuit_breaker { None } else { Some(self.breaker()?) },
+        })
+    }
+
+    fn breaker(&self) -> Result<Rules, StartError> {
+        let open_max = seconds("cb-timeout-duration-secs", self.cb_timeout_duration_secs, 10.0)?;
+        Ok(Rules {
+            failures_in_a_row: count("cb-failure-threshold", self.cb_failure_threshold, 10)?,
+            trials: count("cb-success-threshold", self.cb_success_threshold, 1)?,
+            open_first: BREAKER_FIRST_WAIT.min(open_max),
+            open_max,
+            window: seconds("cb-window-duration-secs", self.cb_window_duration_secs, 30.0)?,
         })
     }
 
     fn workers(&self, split: bool) -> Result<Vec<WorkerSpec>, StartError> {
         let config = |text: &str| Err(StartError::Config(text.into()));
         match (split, self.prefill.is_empty(), self.decode.is_empty(), self.worker_urls.is_empty()) {
-            (true, _, _, false) => return config("--worker-urls does not go with --prefill and --decode"),
+            _ if self.enable_igw => {}
             (true, true, _, _) => return config("P/D serving needs at least one --prefill URL"),
             (true, _, true, _) => return config("P/D serving needs at least one --decode URL"),
             (false, _, _, true) => {
-                return config("no workers: give --pd-disaggregation --prefill URL --decode URL, or --worker-urls URL");
+                return config(
+                    "no workers: give --pd-disaggregation --prefill URL --decode URL, or --worker-urls URL; with \
+                     --enable-igw they may come later, by POST /workers",
+                );
             }
             _ => {}
         }
         let mut workers = prefill_workers(&self.prefill)?;
         for (urls, role) in [(&self.decode, Role::Decode), (&self.worker_urls, Role::Plain)] {
             for url in urls {
-                workers.push(worker(url, role)?);
+                workers.push(WorkerSpec::new(url, role).map_err(StartError::Config)?);
             }
         }
         for (i, worker) in workers.iter().enumerate() {
@@ -125,27 +284,26 @@ fn prefill_workers(words: &[String]) -> Result<Vec<WorkerSpec>, StartError> {
         match (word.parse::<u16>(), workers.last_mut()) {
             (Ok(port), Some(last)) if port > 0 => last.bootstrap_port = Some(port),
             (_, Some(_)) if word.eq_ignore_ascii_case("none") => {}
-            _ => workers.push(worker(word, Role::Prefill)?),
+            _ => workers.push(WorkerSpec::new(word, Role::Prefill).map_err(StartError::Config)?),
         }
     }
     Ok(workers)
 }
 
-fn worker(text: &str, role: Role) -> Result<WorkerSpec, StartError> {
-    let bad = |why: &str| StartError::Config(format!("worker URL {text:?}: {why}; expected http://host:port"));
-    let url = url::Url::parse(text).map_err(|e| bad(&e.to_string()))?;
-    let tls = match url.scheme() {
-        "http" => false,
-        "https" => true,
-        _ => return Err(bad("its scheme is neither http nor https")),
-    };
-    if !matches!(url.path(), "" | "/") || url.query().is_some() || !url.username().is_empty() {
-        return Err(bad("it has more than a host and a port"));
+/// A time in seconds, also fractions: more than nothing, and less than a year.
+fn seconds(name: &str, given: Option<f64>, default: f64) -> Result<Duration, StartError> {
+    let secs = given.unwrap_or(default);
+    match secs.is_finite() && (0.001..=31_536_000.0).contains(&secs) {
+        true => Ok(Duration::from_secs_f64(secs)),
+        false => Err(StartError::Config(format!("--{name} must be between 0.001 and 31536000 seconds"))),
     }
-    let host = url.host_str().ok_or_else(|| bad("it has no host"))?.to_owned();
-    let port = url.port_or_known_default().ok_or_else(|| bad("it has no port"))?;
-    let url = format!("{}://{host}:{port}", url.scheme());
-    Ok(WorkerSpec { url, tls, host, port, role, bootstrap_port: None })
+}
+
+fn count(name: &str, given: Option<u32>, default: u32) -> Result<u32, StartError> {
+    match given.unwrap_or(default) {
+        0 => Err(StartError::Config(format!("--{name} must be at least 1"))),
+        count => Ok(count),
+    }
 }
 
 /// The IP address inside a host text, brackets or not; `None` for names.

@@ -28,7 +28,7 @@ use crate::door::clients::Clients;
 use crate::door::reply::Done;
 use crate::door::target::{Kind, Target};
 use crate::door::wire::{Gauge, Wire};
-use crate::error::{Failure, Side};
+use crate::error::Failure;
 use crate::exchange::drive;
 use crate::gateway::Gateway;
 use crate::request::{self, Endpoint};
@@ -397,7 +397,8 @@ fn checked(
     arrived: Instant,
 ) -> Result<drive::Request, Failure> {
     let scanned = request::scan(endpoint, body)?;
-    if let Some(field) = scanned.prompt_logprobs.filter(|_| gateway.fleet.split) {
+    let pool = gateway.fleet.snapshot().pool(None)?.clone();
+    if let Some(field) = scanned.prompt_logprobs.filter(|_| pool.is_split()) {
         let asks = if field == "echo" { "the prompt as part of the answer" } else { "logprobs of the prompt" };
         let what = format!(
             "`{field}` asks for {asks}, which this gateway does not serve with prefill and decode on separate workers; \
@@ -405,11 +406,7 @@ fn checked(
         );
         return Err(Failure::client(400, "unsupported_with_pd", what).at(field));
     }
-    if gateway.fleet.split && gateway.fleet.side(Side::Prefill).all(|w| w.bootstrap_port().is_none() && w.is_healthy())
-    {
-        tracing::warn!("no prefill worker has a bootstrap port: give it behind --prefill URL");
-    }
-    Ok(drive::Request { config, endpoint, headers: session.req_header().headers.clone(), scanned, arrived })
+    Ok(drive::Request { config, pool, endpoint, headers: session.req_header().headers.clone(), scanned, arrived })
 }
 
 fn not_found(path: &str) -> Failure {

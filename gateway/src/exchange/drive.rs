@@ -15,15 +15,16 @@ use pingora::http::ResponseHeader;
 use pingora::protocols::http::ServerSession;
 use tokio::time::{sleep_until, timeout};
 
-use crate::config::Config;
+use crate::config::{Config, Role};
 use crate::door::reply::{self, Done};
 use crate::error::{Failure, Side};
 use crate::exchange::machine::{Action, Deadline, Exchange, Fact, Plan};
 use crate::exchange::ticket;
-use crate::fleet::Worker;
+use crate::fleet::{NoWorker, Outcome, Picked, Pool, role_of};
 use crate::gateway::Gateway;
 use crate::leg::http1::{ResponseHead, request_head};
 use crate::leg::{Leg, LegEvent, Line};
+use crate::pair::{Ask, WorkerId};
 use crate::request::{Endpoint, Scanned};
 use crate::stream::{Answer, Meaning};
 
@@ -36,6 +37,8 @@ const TIDY_WAIT: Duration = Duration::from_secs(1);
 pub struct Request {
     /// The settings it began under.
     pub config: Arc<Config>,
+    /// Who may serve it, as of its time.
+    pub pool: Arc<Pool>,
     pub endpoint: Endpoint,
     pub headers: HeaderMap,
     pub scanned: Scanned,
@@ -50,7 +53,7 @@ impl Request {
 
 /// Answers the client, whatever happens.
 pub async fn run(gateway: &Gateway, session: &mut ServerSession, request: &Request) -> Done {
-    gateway.metrics.exchange.routed(request.endpoint, gateway.fleet.split, request.scanned.stream);
+    gateway.metrics.exchange.routed(request.endpoint, request.pool.is_split(), request.scanned.stream);
     let mut stale = false;
     loop {
         let opened = tokio::select! {
@@ -89,80 +92,78 @@ struct Legs {
 
 /// Picks pairs until both connections of one stand. `fresh`: none from the pool.
 async fn open(gateway: &Gateway, request: &Request, fresh: bool) -> Result<Legs, Failure> {
-    let mut unreachable: Vec<Arc<Worker>> = Vec::new();
-    let mut last_error: Option<(Side, String)> = None;
+    let mut unreachable: Vec<WorkerId> = Vec::new();
+    let mut last_error: Option<(Role, String)> = None;
     for attempt in 0..=request.config.retries.max {
         if attempt > 0 {
             gateway.metrics.exchange.retried(request.endpoint);
         }
-        let prefill = match gateway.fleet.split {
-            true => Some(pick(gateway, Side::Prefill, &unreachable, &last_error).await?),
+        let split = request.pool.is_split();
+        let prefill = match split {
+            true => Some(pick(gateway, request, Role::Prefill, &unreachable, &last_error).await?),
             false => None,
         };
-        let decode = pick(gateway, Side::Decode, &unreachable, &last_error).await?;
+        let decode = pick(gateway, request, role_of(Side::Decode, split), &unreachable, &last_error).await?;
         let open_prefill = async {
             match &prefill {
-                Some(worker) => gateway.connector.open(worker, fresh).await.map(Some),
+                Some(picked) => gateway.connector.open(&picked.worker, fresh).await.map(Some),
                 None => Ok(None),
             }
         };
-        match tokio::join!(open_prefill, gateway.connector.open(&decode, fresh)) {
+        match tokio::join!(open_prefill, gateway.connector.open(&decode.worker, fresh)) {
             (Ok(prefill_line), Ok(decode_line)) => {
                 let prefill = prefill.zip(prefill_line);
                 return Ok(legs(request, prefill, (decode, decode_line)));
             }
             (Err(why), _) => {
-                last_error = Some((Side::Prefill, why));
-                unreachable.extend(prefill);
+                last_error = Some((Role::Prefill, why));
+                unreachable.extend(prefill.map(|picked| picked.worker.id()));
             }
             (_, Err(why)) => {
-                last_error = Some((Side::Decode, why));
-                unreachable.push(decode);
+                last_error = Some((decode.worker.spec.role, why));
+                unreachable.push(decode.worker.id());
             }
         }
     }
-    let (side, why) = last_error.unwrap_or((Side::Decode, "no attempt was made".into()));
-    Err(Failure::no_worker(gateway.fleet.side_name(side), &why).with_detail(gateway.fleet.reasons(side)))
+    let (role, why) = last_error.unwrap_or((Role::Decode, "no attempt was made".into()));
+    Err(NoWorker { why, ..request.pool.nobody(role) }.into())
 }
 
-/// A worker for one side. Where none may serve, the side's workers are asked once more before the client is turned away.
+/// A worker for one leg. Where none may serve, those of the role are asked once more before the client is turned away.
 async fn pick(
     gateway: &Gateway,
-    side: Side,
-    unreachable: &[Arc<Worker>],
-    last_error: &Option<(Side, String)>,
-) -> Result<Arc<Worker>, Failure> {
-    let mut picked = gateway.fleet.pick(side, unreachable);
+    request: &Request,
+    role: Role,
+    unreachable: &[WorkerId],
+    last_error: &Option<(Role, String)>,
+) -> Result<Picked, Failure> {
+    let body_bytes = request.scanned.plain().len();
+    let ask = || Ask { text: None, prompt_bytes: body_bytes, key: None, now: Instant::now() };
+    let mut picked = request.pool.pick(role, &ask(), unreachable);
     if picked.is_err() && last_error.is_none() {
-        gateway.prober.look_again(side).await;
-        picked = gateway.fleet.pick(side, unreachable);
+        gateway.prober.look_again(&request.pool, role).await;
+        picked = request.pool.pick(role, &ask(), unreachable);
     }
-    match picked {
-        Ok(worker) => {
-            gateway.metrics.fleet.picked(&gateway.fleet, side);
-            Ok(worker)
-        }
-        Err(reasons) => {
-            let tried = last_error.as_ref().filter(|(s, _)| *s == side);
-            let why = tried.map_or_else(|| gateway.fleet.reasons_without_addresses(side), |(_, why)| why.clone());
-            Err(Failure::no_worker(gateway.fleet.side_name(side), &why).with_detail(reasons))
-        }
-    }
+    picked.map_err(|nobody| match last_error {
+        Some((tried, why)) if *tried == role => NoWorker { why: why.clone(), ..nobody }.into(),
+        _ => nobody.into(),
+    })
 }
 
 /// New rooms, the bodies, and both legs, ready to be sent.
-fn legs(request: &Request, prefill: Option<(Arc<Worker>, Line)>, decode: (Arc<Worker>, Line)) -> Legs {
+fn legs(request: &Request, prefill: Option<(Picked, Line)>, decode: (Picked, Line)) -> Legs {
     let body = match &prefill {
         None => request.scanned.plain(),
-        Some((worker, _)) => {
+        Some((picked, _)) => {
             let samples = request.scanned.samples;
             let rooms = ticket::mint(samples, &mut rand::rng());
-            request.scanned.splice(&ticket::fields(&worker.spec.host, worker.bootstrap_port(), samples, &rooms))
+            let (host, port) = (&picked.worker.spec.host, picked.worker.bootstrap_port());
+            request.scanned.splice(&ticket::fields(host, port, samples, &rooms))
         }
     };
-    let leg = |side, (worker, line): (Arc<Worker>, Line)| {
-        let head = request_head(request.endpoint.path(), &worker.authority, &request.headers, body.len());
-        Leg::new(side, &worker, line, head, body.clone())
+    let leg = |side, (picked, line): (Picked, Line)| {
+        let head = request_head(request.endpoint.path(), &picked.worker.authority, &request.headers, body.len());
+        Leg::new(side, picked, line, head, body.clone())
     };
     Legs { prefill: prefill.map(|p| leg(Side::Prefill, p)), decode: leg(Side::Decode, decode) }
 }
@@ -272,6 +273,7 @@ impl<'a> Run<'a> {
                 let (forward, meaning) = self.on_decode(event);
                 if meaning == Meaning::Token {
                     self.token_seen = true;
+                    report(&self.decode, Outcome::Good);
                     self.act(session, Fact::DecodeToken).await;
                 }
                 let last = meaning == Meaning::Complete;
@@ -284,6 +286,7 @@ impl<'a> Run<'a> {
                     Meaning::Complete => Fact::DecodeEnded,
                     Meaning::Failed(failure) => {
                         let failure = of_leg(failure, &self.decode);
+                        report(&self.decode, Outcome::of(&failure));
                         self.gateway.metrics.exchange.leg_failed(Side::Decode, &failure);
                         Fact::DecodeFailed(failure)
                     }
@@ -308,6 +311,7 @@ impl<'a> Run<'a> {
         };
         match meaning {
             Meaning::Complete => {
+                report(&self.prefill, Outcome::Good);
                 if let Some(leg) = self.prefill.take() {
                     tidy(leg);
                 }
@@ -315,6 +319,7 @@ impl<'a> Run<'a> {
             }
             Meaning::Failed(failure) => {
                 let failure = of_leg(failure, &self.prefill);
+                report(&self.prefill, Outcome::of(&failure));
                 self.gateway.metrics.exchange.leg_failed(Side::Prefill, &failure);
                 self.prefill = None;
                 Some(Fact::PrefillFailed(failure))
@@ -467,6 +472,12 @@ fn of_leg(failure: Failure, leg: &Option<Leg>) -> Failure {
     match leg {
         Some(leg) => failure.with_detail(leg.worker().url()),
         None => failure,
+    }
+}
+
+fn report(leg: &Option<Leg>, outcome: Outcome) {
+    if let Some(leg) = leg {
+        leg.report(outcome);
     }
 }
 

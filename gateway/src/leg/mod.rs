@@ -20,7 +20,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use crate::config::ip_of;
 use crate::error::{Failure, Side};
-use crate::fleet::{LegGuard, Worker};
+use crate::fleet::{Outcome, Picked, Worker};
 use crate::leg::http1::{Body, ResponseHead, take_response_head};
 
 const IDLE_TIME_MAX: Duration = Duration::from_secs(4);
@@ -84,7 +84,7 @@ impl Connector {
     /// A connection to `worker`: an idle one, or a new one if there is none or `fresh` is asked for. The error says why, in
     /// words that a client may read.
     pub async fn open(&self, worker: &Worker, fresh: bool) -> Result<Line, String> {
-        if !fresh && let Some(stream) = worker.idle.checkout() {
+        if !fresh && let Some(stream) = worker.live().idle.checkout() {
             return Ok(Line { stream, reused: true });
         }
         let stream = match tokio::time::timeout(self.connect_timeout, self.connect(worker)).await {
@@ -93,11 +93,11 @@ impl Connector {
         };
         match stream {
             Ok(stream) => {
-                worker.note_connected();
+                worker.live().note_connected();
                 Ok(Line { stream, reused: false })
             }
             Err(why) => {
-                worker.note_unreachable(&why);
+                worker.live().note_unreachable(&why);
                 Err(why)
             }
         }
@@ -170,7 +170,7 @@ enum Phase {
 /// One request on its way through one connection. Dropping it closes the connection, which tells the worker to stop.
 pub struct Leg {
     side: Side,
-    guard: LegGuard,
+    picked: Picked,
     stream: Stream,
     reused: bool,
     head: Bytes,
@@ -184,10 +184,11 @@ pub struct Leg {
 }
 
 impl Leg {
-    pub fn new(side: Side, worker: &Arc<Worker>, line: Line, head: Bytes, body: Bytes) -> Self {
+    pub fn new(side: Side, picked: Picked, line: Line, head: Bytes, body: Bytes) -> Self {
+        picked.sent(body.len());
         Leg {
             side,
-            guard: worker.begin_leg(body.len()),
+            picked,
             stream: line.stream,
             reused: line.reused,
             head,
@@ -201,19 +202,25 @@ impl Leg {
     }
 
     pub fn worker(&self) -> &Arc<Worker> {
-        self.guard.worker()
+        &self.picked.worker
     }
 
-    /// The next event. Cancel-safe: what was written and read so far is kept in the leg. A worker that falls silent breaks it.
+    /// Tells the worker's breaker how the leg did.
+    pub fn report(&self, outcome: Outcome) {
+        self.picked.report(outcome);
+    }
+
+    /// The next event. Cancel-safe: what was written and read so far is kept in the leg. A worker that falls silent, or whose
+    /// time after its removal is over, breaks it.
     pub async fn next(&mut self) -> LegEvent {
-        let worker = self.worker().clone();
+        let (worker, side) = (self.worker().clone(), self.side);
         tokio::select! {
             biased;
             event = self.progress() => event,
-            () = worker.until_silent() => {
+            failure = worker.until_cut(side) => {
                 self.phase = Phase::Over;
                 self.keep_alive = false;
-                LegEvent::Broken(Failure::silent(self.side, worker.url(), worker.health().reason()))
+                LegEvent::Broken(failure)
             }
         }
     }
@@ -307,7 +314,7 @@ impl Leg {
         let mut total = self.stream.read_buf(&mut self.input).await?;
         self.answered |= total > 0;
         if total > 0 {
-            self.worker().note_alive();
+            self.worker().live().note_alive();
         }
         let mut last = total;
         while last > 0 && last >= self.read_bytes && self.input.len() < BURST_BYTES_MAX {
@@ -336,7 +343,8 @@ impl Leg {
     pub fn release(self) {
         let done = matches!(self.phase, Phase::Body(Body::Done));
         if done && self.keep_alive && self.input.is_empty() {
-            self.guard.worker().idle.put(self.stream);
+            let Leg { picked, stream, .. } = self;
+            picked.worker.live().idle.put(stream);
         }
     }
 }
@@ -351,7 +359,7 @@ mod tests {
     async fn worker() -> (TcpListener, Arc<Worker>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
-        (listener, Fleet::new(&config(&format!("--worker-urls {url}")).unwrap()).workers[0].clone())
+        (listener, Fleet::new(&config(&format!("--worker-urls {url}")).unwrap()).snapshot().workers[0].clone())
     }
 
     fn connector() -> Connector {
@@ -364,10 +372,10 @@ mod tests {
         let first = connector().open(&worker, false).await.unwrap();
         assert!(!first.reused);
         let (server, _) = listener.accept().await.unwrap();
-        worker.idle.put(first.stream);
+        worker.live().idle.put(first.stream);
         let again = connector().open(&worker, false).await.unwrap();
         assert!(again.reused);
-        worker.idle.put(again.stream);
+        worker.live().idle.put(again.stream);
         drop(server);
         // The close arrives in its own time; until it does the connection looks usable.
         let deadline = Instant::now() + Duration::from_secs(5);
@@ -377,7 +385,7 @@ mod tests {
                 break;
             }
             assert!(Instant::now() < deadline);
-            worker.idle.put(line.stream);
+            worker.live().idle.put(line.stream);
             tokio::task::yield_now().await;
         }
     }
@@ -387,7 +395,7 @@ mod tests {
         let (listener, worker) = worker().await;
         let body = Bytes::from(vec![b'x'; 1 << 20]);
         let line = connector().open(&worker, false).await.unwrap();
-        let mut leg = Leg::new(Side::Decode, &worker, line, Bytes::from_static(b"HEAD"), body);
+        let mut leg = Leg::new(Side::Decode, worker.begin(0).unwrap(), line, Bytes::from_static(b"HEAD"), body);
         let server = tokio::spawn(async move {
             let (mut socket, _) = listener.accept().await.unwrap();
             let mut got = vec![0; 4 + (1 << 20)];

@@ -6,20 +6,22 @@ mod exchange;
 mod fleet;
 
 use prometheus::core::Collector;
+<<<<<<< HEAD
 use prometheus::{
     Encoder, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry, TextEncoder,
 };
+=======
+use prometheus::{Encoder, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, Opts, Registry, TextEncoder};
+>>>>>>> 566747f (fleet: requests hold a snapshot of the fleet, with a pool per model)
 
 use crate::fleet::Fleet;
 use door::DoorMetrics;
 use exchange::ExchangeMetrics;
-use fleet::FleetMetrics;
 
 pub struct Metrics {
     registry: Registry,
     pub door: DoorMetrics,
     pub exchange: ExchangeMetrics,
-    pub fleet: FleetMetrics,
 }
 
 impl Metrics {
@@ -28,16 +30,17 @@ impl Metrics {
         Ok(Metrics {
             door: DoorMetrics::new(&registrar)?,
             exchange: ExchangeMetrics::new(&registrar)?,
-            fleet: FleetMetrics::new(&registrar)?,
             registry: registrar.0,
         })
     }
 
     /// The text format, with the fleet as it is now.
     pub fn render(&self, fleet: &Fleet) -> Result<Vec<u8>, prometheus::Error> {
-        self.fleet.look_at(fleet);
+        let mut families = self.registry.gather();
+        // A family without series is none.
+        families.extend(fleet::families(fleet)?.into_iter().filter(|family| !family.get_metric().is_empty()));
         let mut text = Vec::new();
-        TextEncoder::new().encode(&self.registry.gather(), &mut text)?;
+        TextEncoder::new().encode(&families, &mut text)?;
         Ok(text)
     }
 }
@@ -54,6 +57,7 @@ impl Registrar {
         self.entered(IntCounterVec::new(Opts::new(name, help), labels)?)
     }
 
+<<<<<<< HEAD
     fn gauge(&self, name: &str, help: &str) -> Result<IntGauge, prometheus::Error> {
         self.entered(IntGauge::new(name, help)?)
     }
@@ -62,6 +66,8 @@ impl Registrar {
         self.entered(IntGaugeVec::new(Opts::new(name, help), labels)?)
     }
 
+=======
+>>>>>>> 566747f (fleet: requests hold a snapshot of the fleet, with a pool per model)
     /// `buckets`: their upper ends, as of [`SECONDS`].
     fn histograms(
         &self,

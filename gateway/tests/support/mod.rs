@@ -307,7 +307,7 @@ impl Gateway {
             a.listen.port = Some(0);
             a.listen.prometheus_host = Some("127.0.0.1".into());
             a.listen.prometheus_port = Some(0);
-            a.fleet.probe_interval_ms.get_or_insert(400);
+            a.fleet.health_check_interval_secs.get_or_insert(0.4);
             a.listen.threads = Some(2);
         });
         let config = args.checked().unwrap();

@@ -15,7 +15,7 @@ use tokio::task::JoinSet;
 const LIMIT: &str = "--quarantine-pages-max 2";
 /// Prompts of several hundred steps: some run whenever the limit is passed.
 const SLOW: &str = "--threads 1 --chunked-prefill-size 16";
-const PROBES: &str = "--probe-interval-ms 200 --probe-timeout-ms 300";
+const PROBES: &str = "--health-check-interval-secs 0.2 --health-check-timeout-secs 0.3";
 /// Clients that ask again and again.
 const CLIENTS: usize = 12;
 /// From the stop to the exit: heartbeats, the drain deadline of 5 s, the end of running requests.

@@ -30,7 +30,7 @@ const LANES: usize = 4;
 const SLOW: &str = "--threads 1 --chunked-prefill-size 16";
 /// So that whatever a fault leaves waiting ends soon.
 const DEADLINES: &str = "--bootstrap-timeout-ms 2000 --waiting-timeout-ms 2000";
-const PROBES: &str = "--probe-interval-ms 200 --probe-timeout-ms 300";
+const PROBES: &str = "--health-check-interval-secs 0.2 --health-check-timeout-secs 0.3";
 /// From a request to its outcome, whatever happens.
 const OUTCOME_LIMIT: Duration = Duration::from_secs(8);
 const ANNOUNCE_LIMIT: Duration = Duration::from_secs(3);

@@ -30,7 +30,7 @@ const LEFT_PERCENT_MIN: usize = 28;
 /// Small pools, so that requests wait for pages.
 const POOLS: &str = "--threads 1 --max-total-tokens 8192";
 const DEADLINES: &str = "--bootstrap-timeout-ms 5000 --waiting-timeout-ms 5000";
-const PROBES: &str = "--probe-interval-ms 200 --probe-timeout-ms 400";
+const PROBES: &str = "--health-check-interval-secs 0.2 --health-check-timeout-secs 0.4";
 /// From a request to its outcome, whatever happens.
 const OUTCOME_LIMIT: Duration = Duration::from_secs(15);
 const REST_LIMIT: Duration = Duration::from_secs(20);
