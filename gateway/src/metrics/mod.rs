@@ -6,13 +6,9 @@ mod exchange;
 mod fleet;
 
 use prometheus::core::Collector;
-<<<<<<< HEAD
 use prometheus::{
-    Encoder, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry, TextEncoder,
+    Encoder, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, Opts, Registry, TextEncoder,
 };
-=======
-use prometheus::{Encoder, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, Opts, Registry, TextEncoder};
->>>>>>> 566747f (fleet: requests hold a snapshot of the fleet, with a pool per model)
 
 use crate::fleet::Fleet;
 use door::DoorMetrics;
@@ -57,17 +53,10 @@ impl Registrar {
         self.entered(IntCounterVec::new(Opts::new(name, help), labels)?)
     }
 
-<<<<<<< HEAD
     fn gauge(&self, name: &str, help: &str) -> Result<IntGauge, prometheus::Error> {
         self.entered(IntGauge::new(name, help)?)
     }
 
-    fn gauges(&self, name: &str, help: &str, labels: &[&str]) -> Result<IntGaugeVec, prometheus::Error> {
-        self.entered(IntGaugeVec::new(Opts::new(name, help), labels)?)
-    }
-
-=======
->>>>>>> 566747f (fleet: requests hold a snapshot of the fleet, with a pool per model)
     /// `buckets`: their upper ends, as of [`SECONDS`].
     fn histograms(
         &self,
