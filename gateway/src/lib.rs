@@ -18,12 +18,14 @@
 //! stops, `config` holds the settings.
 
 mod admin;
+pub mod backend;
 mod config;
 mod door;
 mod error;
 mod exchange;
 mod fleet;
 mod gateway;
+mod json;
 mod leg;
 mod metrics;
 mod pair;

@@ -26,7 +26,7 @@ use crate::leg::http1::{ResponseHead, request_head};
 use crate::leg::{Leg, LegEvent, Line};
 use crate::pair::{Ask, WorkerId};
 use crate::request::{Endpoint, Scanned};
-use crate::stream::{Answer, Meaning};
+use crate::stream::{Answer, Expected, Meaning};
 
 /// How long an accused D waits for P's word about the root cause.
 const VERDICT_WAIT: Duration = Duration::from_millis(100);
@@ -48,6 +48,10 @@ pub struct Request {
 impl Request {
     fn samples(&self) -> usize {
         self.scanned.samples.count()
+    }
+
+    fn expected(&self) -> Expected {
+        Expected { endpoint: self.endpoint, samples: self.samples() }
     }
 }
 
@@ -302,7 +306,7 @@ impl<'a> Run<'a> {
         let meaning = match event {
             LegEvent::Head(head) => {
                 let worker = self.prefill.as_ref().map_or("", |leg| leg.worker().url());
-                self.prefill_answer = Some(Answer::new(Side::Prefill, worker, &head, self.request.samples()));
+                self.prefill_answer = Some(Answer::new(Side::Prefill, worker, &head, self.request.expected()));
                 return None;
             }
             LegEvent::Data(data) => self.prefill_answer.as_mut()?.push(data).meaning,
@@ -333,7 +337,7 @@ impl<'a> Run<'a> {
         let step = match event {
             LegEvent::Head(head) => {
                 let worker = self.decode.as_ref().map_or("", |leg| leg.worker().url());
-                self.decode_answer = Some(Answer::new(Side::Decode, worker, &head, self.request.samples()));
+                self.decode_answer = Some(Answer::new(Side::Decode, worker, &head, self.request.expected()));
                 self.decode_head = Some(head);
                 return (Bytes::new(), Meaning::None);
             }
@@ -500,7 +504,8 @@ async fn drain(mut leg: Leg, mut answer: Option<Answer>) -> bool {
     loop {
         let meaning = match leg.next().await {
             LegEvent::Head(head) => {
-                answer = Some(Answer::new(Side::Prefill, leg.worker().url(), &head, 1));
+                let expected = Expected { endpoint: Endpoint::Generate, samples: 1 };
+                answer = Some(Answer::new(Side::Prefill, leg.worker().url(), &head, expected));
                 Meaning::None
             }
             LegEvent::Data(data) => answer.as_mut().map_or(Meaning::None, |a| a.push(data).meaning),
