@@ -59,11 +59,6 @@ impl<'a> Cursor<'a> {
         Cursor { text, at: 0 }
     }
 
-    /// One that stands at this position of the text.
-    pub fn at(text: &'a [u8], at: usize) -> Self {
-        Cursor { text, at }
-    }
-
     pub fn position(&self) -> usize {
         self.at
     }
@@ -253,7 +248,11 @@ impl Nest {
     fn push(&mut self, is_object: bool) -> Walked<()> {
         let word = self.objects.get_mut(self.depth / 64).ok_or(NotJson)?;
         let bit = 1 << (self.depth % 64);
-        if is_object { *word |= bit } else { *word &= !bit }
+        if is_object {
+            *word |= bit
+        } else {
+            *word &= !bit
+        }
         self.depth += 1;
         Ok(())
     }
@@ -322,12 +321,43 @@ mod tests {
     #[test]
     fn takes_what_is_json_and_nothing_else() {
         let good = [
-            "0", "-0", "1.5e-7", "10E+2", "\"\"", "\"a\\u00e9\\n\"", "[]", "{}", " [ 1 , [ ] , { } ] ",
-            "{\"a\":{\"b\":[null,true,false]},\"a\":\"\"}", "\"eight byt\\\"es and some more\"",
+            "0",
+            "-0",
+            "1.5e-7",
+            "10E+2",
+            "\"\"",
+            "\"a\\u00e9\\n\"",
+            "[]",
+            "{}",
+            " [ 1 , [ ] , { } ] ",
+            "{\"a\":{\"b\":[null,true,false]},\"a\":\"\"}",
+            "\"eight byt\\\"es and some more\"",
         ];
         let bad = [
-            "", "01", "-", "1.", "1e", ".5", "+1", "nul", "\"", "\"\\x\"", "\"\\u00g0\"", "\"\n\"", "[1,]", "[,1]", "{,}",
-            "{\"a\"}", "{\"a\":}", "{\"a\":1,}", "{a:1}", "[1 2]", "[1}", "{\"a\":1]", "1 1", "\"seven b\u{1}\"",
+            "",
+            "01",
+            "-",
+            "1.",
+            "1e",
+            ".5",
+            "+1",
+            "nul",
+            "\"",
+            "\"\\x\"",
+            "\"\\u00g0\"",
+            "\"\n\"",
+            "[1,]",
+            "[,1]",
+            "{,}",
+            "{\"a\"}",
+            "{\"a\":}",
+            "{\"a\":1,}",
+            "{a:1}",
+            "[1 2]",
+            "[1}",
+            "{\"a\":1]",
+            "1 1",
+            "\"seven b\u{1}\"",
         ];
         for (texts, expected) in [(&good[..], true), (&bad[..], false)] {
             for text in texts {

@@ -31,7 +31,7 @@ mod metrics;
 mod pair;
 pub mod request;
 mod server;
-mod stream;
+pub mod stream;
 
 use std::io::{IsTerminal as _, Write as _};
 

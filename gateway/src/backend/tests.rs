@@ -26,7 +26,8 @@ fn pair(rooms: &[Room]) -> Pairing<'_> {
 }
 
 fn values(bodies: &Bodies) -> [Value; 2] {
-    [&bodies.prefill, &bodies.decode].map(|body| body.as_ref().map_or(Value::Null, |b| serde_json::from_slice(b).unwrap()))
+    [&bodies.prefill, &bodies.decode]
+        .map(|body| body.as_ref().map_or(Value::Null, |b| serde_json::from_slice(b).unwrap()))
 }
 
 /// All that a client could say to lead a worker elsewhere.
@@ -59,7 +60,8 @@ fn both_legs_of_sglang_get_the_same_bytes() {
     let bodies = Backend::Sglang.bodies(&ask, &pair(&rooms)).unwrap();
     assert_eq!(Backend::Sglang.order(&ask), Order::Parallel);
     assert_eq!(bodies.prefill, bodies.decode);
-    let expected = json!({"bootstrap_host": "p", "bootstrap_port": 8998, "bootstrap_room": 5, "input": "x", "stream": true});
+    let expected =
+        json!({"bootstrap_host": "p", "bootstrap_port": 8998, "bootstrap_room": 5, "input": "x", "stream": true});
     assert_eq!(values(&bodies)[0], expected);
 }
 
@@ -85,7 +87,8 @@ fn ranks_reach_the_legs_they_are_for() {
 
 #[test]
 fn nixl_asks_prefill_for_one_token_and_hands_its_word_on() {
-    let body = r#"{"model":"m","stream":true,"stream_options":{"include_usage":true},"max_tokens":50,"min_tokens":9,"x":[1]}"#;
+    let body =
+        r#"{"model":"m","stream":true,"stream_options":{"include_usage":true},"max_tokens":50,"min_tokens":9,"x":[1]}"#;
     let ask = scanned(Endpoint::Completions, body);
     let rooms = rooms(1);
     assert_eq!(Backend::VllmNixl.order(&ask), Order::PrefillFirst);

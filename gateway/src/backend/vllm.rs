@@ -28,7 +28,8 @@ pub fn prefill(scanned: &Scanned, kv_transfer_params: &str) -> Bytes {
 
 /// D's body: the client's, and where the pages are.
 pub fn decode(scanned: &Scanned, kv_transfer_params: Option<&[u8]>) -> Bytes {
-    let fields = kv_transfer_params.map(|params| format!(r#""kv_transfer_params":{}"#, String::from_utf8_lossy(params)));
+    let fields =
+        kv_transfer_params.map(|params| format!(r#""kv_transfer_params":{}"#, String::from_utf8_lossy(params)));
     scanned.rewritten(dropped, fields.as_deref().unwrap_or(""))
 }
 

@@ -23,6 +23,7 @@ use pingora::server::ShutdownWatch;
 use tokio::time::{timeout, timeout_at};
 
 use crate::admin;
+use crate::backend::Backend;
 use crate::config::Config;
 use crate::door::clients::Clients;
 use crate::door::reply::Done;
@@ -398,6 +399,9 @@ fn checked(
 ) -> Result<drive::Request, Failure> {
     let scanned = request::scan(endpoint, body)?;
     let pool = gateway.fleet.snapshot().pool(None)?.clone();
+    if pool.is_split() {
+        Backend::default().check(&scanned)?;
+    }
     if let Some(field) = scanned.prompt_logprobs.filter(|_| pool.is_split()) {
         let asks = if field == "echo" { "the prompt as part of the answer" } else { "logprobs of the prompt" };
         let what = format!(

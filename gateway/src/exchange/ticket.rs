@@ -6,6 +6,8 @@ use std::fmt::Write;
 use rand::CryptoRng;
 use tandem_handoff::ids::Room;
 
+use crate::backend::Rank;
+
 /// How many rooms a request needs, and in which shape the fields carry them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Samples {
@@ -22,6 +24,18 @@ impl Samples {
             Samples::List(count) => count,
         }
     }
+}
+
+/// Rooms that name P's data-parallel rank: `room % size` is its index, by which SGLang's workers find it.
+pub fn mint_for(rank: Option<Rank>, samples: Samples, rng: &mut impl CryptoRng) -> Vec<Room> {
+    let Some(Rank { index, size }) = rank.filter(|rank| rank.index < rank.size) else { return mint(samples, rng) };
+    let (index, size) = (u64::from(index), u64::from(size));
+    let named = |room: Room| {
+        let room = room.get() - room.get() % size + index;
+        let room = if room > i64::MAX as u64 { room - size } else { room };
+        Room::new(room).expect("63 bits are a room")
+    };
+    mint(samples, rng).into_iter().map(named).collect()
 }
 
 /// One unguessable room per sample.
@@ -72,6 +86,16 @@ mod tests {
         assert!(rooms.iter().any(|r| r.get() > u32::MAX as u64));
         let distinct: std::collections::HashSet<_> = rooms.iter().collect();
         assert_eq!(distinct.len(), rooms.len());
+    }
+
+    #[test]
+    fn rooms_name_a_rank() {
+        let mut rng = rand::rng();
+        for (index, size) in [(0, 1), (2, 3), (7, 8), (u32::MAX - 1, u32::MAX)] {
+            let rooms = mint_for(Some(Rank { index, size }), Samples::List(1000), &mut rng);
+            assert!(rooms.iter().all(|r| r.get() % u64::from(size) == u64::from(index) && r.get() <= i64::MAX as u64));
+        }
+        assert_eq!(mint_for(Some(Rank { index: 4, size: 4 }), Samples::One, &mut rng).len(), 1, "no such rank");
     }
 
     #[test]

@@ -123,7 +123,8 @@ impl Scanned {
         }
         if from > self.anatomy.inside && kept > 0 {
             // What was cut at the front leaves the comma behind it.
-            from += 1 + self.body[from..].iter().position(|byte| *byte == b',').unwrap_or(0);
+            let is_space = |byte: &u8| byte.is_ascii_whitespace() || *byte == b',';
+            from += self.body[from..].iter().take_while(|byte| is_space(byte)).count();
         }
         for cut in cuts {
             out.extend_from_slice(&self.body[from..cut.before]);

@@ -42,8 +42,7 @@ pub fn anatomy(body: &[u8]) -> Result<Anatomy, NotJson> {
     if !cursor.enter(b'{')? {
         return Err(NotJson);
     }
-    let mut found =
-        Anatomy { inside: cursor.position(), fields: 0, known: Vec::with_capacity(8), prompts: [None; 3] };
+    let mut found = Anatomy { inside: cursor.position(), fields: 0, known: Vec::with_capacity(8), prompts: [None; 3] };
     let (mut first, mut before) = (true, found.inside);
     while let Some(name) = cursor.field(&mut first)? {
         let field = Field::of_name(&name.name());

@@ -273,8 +273,8 @@ fn event_end(bytes: &[u8], from: usize) -> Option<usize> {
 
 /// Some workers end also the streams of APIs without `[DONE]` by one. The length of it, if it is all that is there.
 fn done_behind(rest: &[u8]) -> usize {
-    let is_done = event_end(rest, 0) == Some(rest.len())
-        && event_data(rest).is_some_and(|data| data.trim_ascii() == b"[DONE]");
+    let is_done =
+        event_end(rest, 0) == Some(rest.len()) && event_data(rest).is_some_and(|data| data.trim_ascii() == b"[DONE]");
     if is_done { rest.len() } else { 0 }
 }
 

@@ -61,15 +61,17 @@ pub fn look_at_all(body: &[u8], unfinished: &mut Unfinished) -> Result<Seen, Not
         return look(body, 0, unfinished);
     }
     let (mut first, mut position) = (true, 0);
-    let mut all = Seen { content: true, ..Seen::default() };
+    let mut all = Seen { content: true, finishes: usize::MAX, ..Seen::default() };
     while cursor.item(&mut first)? {
         let seen = look_at(&mut cursor, position, unfinished)?;
         all.content &= seen.content || seen.finishes > 0;
-        all.finishes += seen.finishes;
+        all.finishes = all.finishes.min(seen.finishes);
         all.fault |= seen.fault;
         position += 1;
     }
-    all.content &= position > 0;
+    if position == 0 {
+        all = Seen::default();
+    }
     if cursor.is_at_end() { Ok(all) } else { Err(NotJson) }
 }
 
@@ -295,7 +297,9 @@ pub fn fault(side: Side, message: &[u8]) -> Failure {
         one => std::slice::from_ref(one),
     };
     let told = messages.iter().find_map(|message| told_by(side, message));
-    told.unwrap_or_else(|| Failure::reported(side, None, Some(format!("the {} worker aborted the request", side.name()))))
+    told.unwrap_or_else(|| {
+        Failure::reported(side, None, Some(format!("the {} worker aborted the request", side.name())))
+    })
 }
 
 fn told_by(side: Side, message: &serde_json::Value) -> Option<Failure> {

@@ -33,9 +33,8 @@ impl PrefillAnswer {
             }
             _ => answer.messages.push((0, body.clone())),
         }
-        answer.kv_transfer_params = find(body, &[b"kv_transfer_params"]).filter(|raw| raw.starts_with(b"{")).map(
-            |raw| body.slice_ref(raw),
-        );
+        answer.kv_transfer_params =
+            find(body, &[b"kv_transfer_params"]).filter(|raw| raw.starts_with(b"{")).map(|raw| body.slice_ref(raw));
         answer.cached_tokens = cached_tokens(body);
         answer
     }

@@ -85,7 +85,11 @@ impl Merging {
             return out.extend_from_slice(event);
         }
         // P's text may have been written over several lines, which an event's data must not be.
-        edits.iter_mut().flat_map(|edit| &mut edit.with).filter(|byte| byte.is_ascii_whitespace()).for_each(|b| *b = b' ');
+        edits
+            .iter_mut()
+            .flat_map(|edit| &mut edit.with)
+            .filter(|byte| byte.is_ascii_whitespace())
+            .for_each(|b| *b = b' ');
         match data {
             Cow::Borrowed(data) => {
                 let at = offset(event, data);
@@ -158,7 +162,9 @@ impl PrefillAnswer {
             })
             .map(|(_, choice)| choice);
         let has_some = |choice: &[u8]| {
-            ["logprobs", "prompt_logprobs"].iter().any(|name| find(choice, &[name.as_bytes()]).is_some_and(|raw| raw != b"null"))
+            ["logprobs", "prompt_logprobs"]
+                .iter()
+                .any(|name| find(choice, &[name.as_bytes()]).is_some_and(|raw| raw != b"null"))
         };
         of_index.find(|choice| has_some(choice))
     }

@@ -242,12 +242,12 @@ fn judge_whole(side: Side, body: &[u8], expected: Expected) -> Result<(), Failur
     if side == Side::Decode && body.trim_ascii().is_empty() {
         return Err(tokenless(side));
     }
-    let mut unfinished = Unfinished::new(expected.samples);
-    let seen = match judge::look_at_all(body, &mut unfinished) {
+    let seen = match judge::look_at_all(body, &mut Unfinished::new(expected.samples)) {
         Ok(seen) => seen,
         Err(_) if side == Side::Prefill => return Ok(()),
         Err(_) => {
-            let why = serde_json::from_slice::<serde::de::IgnoredAny>(body).err().map_or_else(String::new, |e| e.to_string());
+            let why =
+                serde_json::from_slice::<serde::de::IgnoredAny>(body).err().map_or_else(String::new, |e| e.to_string());
             let what = format!("the {} worker's answer is not JSON: {why}", side.name());
             return Err(Failure::worker(side, ["prefill_bad_answer", "decode_bad_answer"], what));
         }
@@ -261,7 +261,7 @@ fn judge_whole(side: Side, body: &[u8], expected: Expected) -> Result<(), Failur
     if !seen.content && seen.finishes == 0 {
         return Err(tokenless(side));
     }
-    if unfinished.is_empty() { Ok(()) } else { Err(no_finish(side)) }
+    if seen.finishes > 0 { Ok(()) } else { Err(no_finish(side)) }
 }
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
 //! Tests of judging whole answers and streams.
 
 use super::*;
-use crate::stream::events::HELD_EVENT_BYTES_MAX;
 use crate::leg::http1::take_response_head;
+use crate::stream::events::HELD_EVENT_BYTES_MAX;
 
 fn answer(side: Side, content_type: &str) -> Answer {
     answer_of(side, content_type, 1)
@@ -21,8 +21,7 @@ fn code(step: &Step) -> &'static str {
     }
 }
 
-const TOKEN: &str =
-    "data: {\"choices\":[{\"delta\":{\"content\":\"a data: [DONE] b\"},\"finish_reason\":null}]}\n\n";
+const TOKEN: &str = "data: {\"choices\":[{\"delta\":{\"content\":\"a data: [DONE] b\"},\"finish_reason\":null}]}\n\n";
 const LAST: &str = "data: {\"choices\":[{\"delta\":{},\"finish_reason\":\"stop\"}]}\r\n\r\n";
 const DONE: &str = "data: [DONE]\n\n";
 
@@ -68,12 +67,11 @@ fn ends_that_are_no_ends() {
 fn a_stream_is_good_with_each_samples_finish_reason_and_done() {
     let chat = |i: u64| format!("data: {{\"choices\":[{{\"index\":{i},\"finish_reason\":\"stop\"}}]}}\n\n");
     let native = |i: u64| {
-        format!(
-            "data: {{\"text\":\"x\",\"index\":{i},\"meta_info\":{{\"finish_reason\":{{\"type\":\"stop\"}}}}}}\n\n"
-        )
+        format!("data: {{\"text\":\"x\",\"index\":{i},\"meta_info\":{{\"finish_reason\":{{\"type\":\"stop\"}}}}}}\n\n")
     };
     let usage = "data: {\"choices\":[],\"usage\":{\"total_tokens\":3}}\n\n".to_owned();
-    let both = "data: {\"choices\":[{\"index\":0,\"finish_reason\":\"stop\"},{\"index\":1,\"finish_reason\":\"length\"}]}\n\n";
+    let both =
+        "data: {\"choices\":[{\"index\":0,\"finish_reason\":\"stop\"},{\"index\":1,\"finish_reason\":\"length\"}]}\n\n";
     let done = DONE.to_owned();
     let cases: Vec<(usize, Vec<String>, bool)> = vec![
         (1, vec![chat(0), done.clone()], true),
