@@ -25,7 +25,7 @@ async fn both_legs_get_the_clients_bytes_and_the_same_room() {
     let (at_p, at_d) = (p.next().await, d.next().await);
     assert_eq!(at_p.body, at_d.body);
     let text = String::from_utf8(at_p.body.clone()).unwrap();
-    assert!(text.ends_with(r#", "messages":[], "odd" : 1.50e2,"rid":"x"}"#), "{text}");
+    assert!(text.ends_with(r#", "messages":[], "odd" : 1.50e2 ,"rid":"x"}"#), "{text}");
     assert_eq!((&at_p.json()["bootstrap_host"], &at_p.json()["bootstrap_port"]), (&json!("127.0.0.1"), &json!(8998)));
     assert!(at_p.room() != 5 && at_p.room() <= i64::MAX as u64);
     gateway.until_idle().await;

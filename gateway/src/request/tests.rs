@@ -30,7 +30,7 @@ fn removes_the_clients_own_fields_wherever_they_stand() {
         (r#"{"a":1,"bootstrap_room":[5,{"x":"}"}] , "b":2}"#, r#","a":1 , "b":2"#.into()),
         (
             r#"{"routed_dp_rank":3,"bootstrap_pair_key":"k" , "a":1,"kv_transfer_params":{"remote_host":"x"}}"#,
-            r#", "a":1"#.into(),
+            r#","a":1"#.into(),
         ),
         (r#"{"bootstrap_host":"x","a":1,"bootstrap_room":5,"bootstrap_room":6}"#, r#","a":1"#.into()),
         (r#"{"bootstrap\u005froom":7,"a":{"bootstrap_room":1}}"#, r#","a":{"bootstrap_room":1}"#.into()),
