@@ -12,6 +12,7 @@ use tandem_handoff::ids::Room;
 
 use crate::error::{Failure, Side};
 use crate::exchange::ticket;
+use crate::fleet::Rank;
 use crate::request::{Endpoint, Field, Scanned};
 use crate::stream::{Merge, PrefillAnswer, PromptLogprobs};
 
@@ -44,13 +45,6 @@ pub enum Order {
     PrefillFirst,
     /// One leg; D, or a plain worker, does both phases.
     DecodeOnly,
-}
-
-/// One of the data-parallel ranks behind a worker's address.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub struct Rank {
-    pub index: u32,
-    pub size: u32,
 }
 
 /// The picked pair, as far as bodies tell of it.

@@ -6,7 +6,7 @@ use std::fmt::Write;
 use rand::CryptoRng;
 use tandem_handoff::ids::Room;
 
-use crate::backend::Rank;
+use crate::fleet::Rank;
 
 /// How many rooms a request needs, and in which shape the fields carry them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -91,7 +91,7 @@ mod tests {
     #[test]
     fn rooms_name_a_rank() {
         let mut rng = rand::rng();
-        for (index, size) in [(0, 1), (2, 3), (7, 8), (u32::MAX - 1, u32::MAX)] {
+        for (index, size) in [(0, 1), (2, 3), (7, 8), (u16::MAX - 1, u16::MAX)] {
             let rooms = mint_for(Some(Rank { index, size }), Samples::List(1000), &mut rng);
             assert!(rooms.iter().all(|r| r.get() % u64::from(size) == u64::from(index) && r.get() <= i64::MAX as u64));
         }
