@@ -28,12 +28,21 @@ pub enum Blame {
     Worker(Side),
 }
 
-/// Whether the same request may be tried again with another pair and new rooms (H8).
+/// Whether the same request may be tried again with new rooms (H8), as long as its client got no byte.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Retry {
     Never,
     /// A reused connection turned out dead before any byte of the response: one more try on fresh connections.
     StaleConnection,
+    /// The worker is in trouble, and another one may not be.
+    OtherPair,
+}
+
+impl Retry {
+    /// Statuses that tell of a worker's trouble rather than of the request's.
+    fn by_status(status: u16) -> Self {
+        if matches!(status, 502..=504) { Retry::OtherPair } else { Retry::Never }
+    }
 }
 
 /// A request's one bad outcome.
@@ -74,7 +83,8 @@ impl Failure {
     }
 
     pub fn worker(side: Side, code: [&'static str; 2], message: impl Into<String>) -> Self {
-        Self::new(502, pick(side, code), Blame::Worker(side), message)
+        let failure = Self::new(502, pick(side, code), Blame::Worker(side), message);
+        Failure { retry: Retry::OtherPair, ..failure }
     }
 
     /// The error names a field of the request.
@@ -124,15 +134,16 @@ impl Failure {
     /// A worker that answers nothing any more, by what its probes found.
     pub fn silent(side: Side, worker: &str, why: &str) -> Self {
         let message = format!("the {} worker fell silent: {why}", side.name());
-        let code = pick(side, ["prefill_silent", "decode_silent"]);
-        Self::new(504, code, Blame::Worker(side), message).with_detail(worker)
+        let code = ["prefill_silent", "decode_silent"];
+        Failure { status: 504, ..Self::worker(side, code, message) }.with_detail(worker)
     }
 
     /// The worker was removed from the fleet and had its time to end its legs.
     pub fn removed(side: Side, worker: &str) -> Self {
         let message = format!("the {} worker was removed before the answer's end; send the request again", side.name());
         let code = pick(side, ["prefill_removed", "decode_removed"]);
-        Self::new(503, code, Blame::Gateway, message).with_detail(worker)
+        let failure = Self::new(503, code, Blame::Gateway, message).with_detail(worker);
+        Failure { retry: Retry::OtherPair, ..failure }
     }
 
     /// A worker's own refusal: its status stays, its message too, and its body when it is an error object.
@@ -149,6 +160,7 @@ impl Failure {
             }
         });
         let mut failure = Self::new(status, pick(side, ["prefill_refused", "decode_refused"]), blame, message);
+        failure.retry = Retry::by_status(status);
         failure.worker_body = keeps.then_some(body);
         failure.retry_after_secs = retry_after_secs;
         failure
@@ -160,7 +172,8 @@ impl Failure {
         let blame = if status < 500 { Blame::Client } else { Blame::Worker(side) };
         let message =
             message.unwrap_or_else(|| format!("the {} worker reported an error without a message", side.name()));
-        Self::new(status, pick(side, ["prefill_reported_error", "decode_reported_error"]), blame, message)
+        let code = pick(side, ["prefill_reported_error", "decode_reported_error"]);
+        Failure { retry: Retry::by_status(status), ..Self::new(status, code, blame, message) }
     }
 
     /// The error object of OpenAI's API.

@@ -9,6 +9,7 @@ use tokio::sync::Notify;
 use crate::config::Config;
 use crate::door::Door;
 use crate::error::StartError;
+use crate::exchange::retry::Budget;
 use crate::fleet::Fleet;
 use crate::fleet::probe::Prober;
 use crate::leg::Connector;
@@ -19,6 +20,8 @@ pub struct Gateway {
     config: ArcSwap<Config>,
     pub fleet: Arc<Fleet>,
     pub connector: Connector,
+    /// What all requests together may be tried again.
+    pub retry_budget: Budget,
     pub prober: Arc<Prober>,
     pub metrics: Metrics,
     pub door: Door,
@@ -35,7 +38,8 @@ impl Gateway {
     pub fn new(config: Config) -> Result<Self, StartError> {
         let fleet = Arc::new(Fleet::new(&config));
         Ok(Gateway {
-            connector: Connector::new(config.deadlines.connect),
+            connector: Connector::new(),
+            retry_budget: Budget::default(),
             prober: Arc::new(Prober::new(fleet.clone(), &config)?),
             metrics: Metrics::new()?,
             door: Door::default(),

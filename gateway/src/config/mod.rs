@@ -100,7 +100,7 @@ impl GatewayArgs {
             pair: self.pair.checked(),
             listen: self.listen.checked()?,
             deadlines: self.deadlines.checked()?,
-            retries: self.retry.checked(),
+            retries: self.retry.checked()?,
             security: self.security.checked(),
         })
     }

@@ -158,8 +158,9 @@ pub enum Outcome {
 impl Outcome {
     /// What a failure says about the worker it happened at. A reused connection that turned out dead says nothing.
     pub fn of(failure: &Failure) -> Self {
-        match (failure.blame, failure.retry) {
-            (Blame::Worker(_), Retry::Never) if failure.status != 429 => Outcome::Failed,
+        let is_stale = failure.retry == Retry::StaleConnection;
+        match failure.blame {
+            Blame::Worker(_) if failure.status != 429 && !is_stale => Outcome::Failed,
             _ => Outcome::Neutral,
         }
     }

@@ -54,6 +54,8 @@ pub struct ResponseHead {
     pub headers: HeaderMap,
     pub framing: Framing,
     pub keep_alive: bool,
+    /// How long the worker keeps an idle connection, where it says so.
+    pub keep_alive_secs: Option<u64>,
 }
 
 impl ResponseHead {
@@ -121,6 +123,7 @@ fn response_head(status: u16, http11: bool, raw: &[httparse::Header<'_>]) -> Res
     let mut length: Option<u64> = None;
     let mut chunked = false;
     let mut keep_alive = http11;
+    let mut keep_alive_secs = None;
     for header in raw {
         let name = HeaderName::from_bytes(header.name.as_bytes()).map_err(|_| BadResponse::Head("header name"))?;
         let value = HeaderValue::from_bytes(header.value).map_err(|_| BadResponse::Head("header value"))?;
@@ -137,6 +140,7 @@ fn response_head(status: u16, http11: bool, raw: &[httparse::Header<'_>]) -> Res
             "transfer-encoding" => return Err(BadResponse::Head("transfer-encoding")),
             "connection" if text.split(',').any(|t| t.trim() == "close") => keep_alive = false,
             "connection" if text.split(',').any(|t| t.trim() == "keep-alive") => keep_alive = true,
+            "keep-alive" => keep_alive_secs = keep_alive_timeout(&text).or(keep_alive_secs),
             _ => {}
         }
         if !DROPPED.contains(&name.as_str()) {
@@ -149,7 +153,13 @@ fn response_head(status: u16, http11: bool, raw: &[httparse::Header<'_>]) -> Res
         (false, Some(length)) => Framing::Length(length),
         (false, None) => Framing::Close,
     };
-    Ok(ResponseHead { status, headers, framing, keep_alive: keep_alive && framing != Framing::Close })
+    let keep_alive = keep_alive && framing != Framing::Close;
+    Ok(ResponseHead { status, headers, framing, keep_alive, keep_alive_secs })
+}
+
+/// The seconds of `timeout=5, max=100`.
+fn keep_alive_timeout(text: &str) -> Option<u64> {
+    text.split(',').find_map(|part| part.trim().strip_prefix("timeout=")?.trim().parse().ok())
 }
 
 /// What is left of a body.
@@ -285,6 +295,8 @@ mod tests {
         let skipped = head("HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 204 No\r\n\r\n").unwrap().unwrap();
         assert_eq!((skipped.status, skipped.framing), (204, Framing::Length(0)));
         assert!(!head("HTTP/1.1 200 OK\r\n\r\n").unwrap().unwrap().keep_alive);
+        let told = head("HTTP/1.1 204 No\r\nKeep-Alive: max=9, timeout=5\r\n\r\n").unwrap().unwrap();
+        assert_eq!((told.keep_alive_secs, told.headers.len()), (Some(5), 0));
         assert!(head("HTTP/1.1 200 OK\r\nContent-").unwrap().is_none());
         assert!(head("SSH-2.0-x\r\n\r\n").is_err());
         assert!(head("HTTP/1.1 200 OK\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n").is_err());

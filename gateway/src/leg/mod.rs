@@ -1,150 +1,32 @@
-//! One leg: a connection to a worker that carries one request and its answer. Connections are pingora's, the pool is ours:
-//! last in first out, a non-blocking read at checkout finds those that the worker closed, and none idles longer than the
-//! shortest keep-alive of the workers we front (5 s).
+//! One leg: a connection to a worker that carries one request and its answer. Connections are pingora's, the pool of idle
+//! ones is ours. A leg is polled and holds no buffer while it waits: what can be read is read at once into the stack, up to
+//! one burst, and only that much is kept.
 
+mod connect;
 pub mod http1;
+mod pool;
 
-use std::collections::VecDeque;
+use std::future::Future;
 use std::io;
-use std::net::SocketAddr;
-use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::mem::MaybeUninit;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use bytes::{Buf, Bytes, BytesMut};
-use futures_util::FutureExt;
-use pingora::ErrorType;
-use pingora::connectors::TransportConnector;
 use pingora::protocols::Stream;
-use pingora::upstreams::peer::HttpPeer;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use crate::config::ip_of;
 use crate::error::{Failure, Side};
 use crate::fleet::{Outcome, Picked, Worker};
-use crate::leg::http1::{Body, ResponseHead, take_response_head};
+use crate::leg::http1::{BadResponse, Body, ResponseHead, take_response_head};
 
-const IDLE_TIME_MAX: Duration = Duration::from_secs(4);
-const IDLE_CONNECTIONS_MAX: usize = 512;
-/// What one event to the client holds at most.
+pub use connect::{ConnectLimits, Connector, Line, Unreachable};
+pub use pool::Idle;
+
+/// What one event brings at most, and so what one write to the client holds.
 const BURST_BYTES_MAX: usize = 32 * 1024;
-const READ_BYTES_MIN: usize = 4 * 1024;
-
-/// The connections to one worker that wait for their next request.
-#[derive(Debug, Default)]
-pub struct Idle(Mutex<VecDeque<(Stream, Instant)>>);
-
-impl Idle {
-    fn checkout(&self) -> Option<Stream> {
-        loop {
-            let (mut stream, since) = self.0.lock().expect("no panic under this lock").pop_back()?;
-            if since.elapsed() < IDLE_TIME_MAX && is_quiet(&mut stream) {
-                return Some(stream);
-            }
-        }
-    }
-
-    fn put(&self, stream: Stream) {
-        let mut idle = self.0.lock().expect("no panic under this lock");
-        while idle.front().is_some_and(|(_, since)| since.elapsed() >= IDLE_TIME_MAX) {
-            idle.pop_front();
-        }
-        if idle.len() < IDLE_CONNECTIONS_MAX {
-            idle.push_back((stream, Instant::now()));
-        }
-    }
-
-    pub fn clear(&self) {
-        self.0.lock().expect("no panic under this lock").clear();
-    }
-}
-
-/// Nothing to read and not closed. Bytes that nobody asked for make a connection unusable, too.
-fn is_quiet(stream: &mut Stream) -> bool {
-    let mut byte = [0u8; 1];
-    tokio::task::unconstrained(stream.read(&mut byte)).now_or_never().is_none()
-}
-
-/// Makes connections.
-pub struct Connector {
-    transport: TransportConnector,
-    connect_timeout: Duration,
-}
-
-/// A connection ready for a request.
-pub struct Line {
-    stream: Stream,
-    reused: bool,
-}
-
-impl Connector {
-    pub fn new(connect_timeout: Duration) -> Self {
-        Connector { transport: TransportConnector::new(None), connect_timeout }
-    }
-
-    /// A connection to `worker`: an idle one, or a new one if there is none or `fresh` is asked for. The error says why, in
-    /// words that a client may read.
-    pub async fn open(&self, worker: &Worker, fresh: bool) -> Result<Line, String> {
-        if !fresh && let Some(stream) = worker.live().idle.checkout() {
-            return Ok(Line { stream, reused: true });
-        }
-        let stream = match tokio::time::timeout(self.connect_timeout, self.connect(worker)).await {
-            Ok(connected) => connected,
-            Err(_) => Err(format!("no connection within {} ms", self.connect_timeout.as_millis())),
-        };
-        match stream {
-            Ok(stream) => {
-                worker.live().note_connected();
-                Ok(Line { stream, reused: false })
-            }
-            Err(why) => {
-                worker.live().note_unreachable(&why);
-                Err(why)
-            }
-        }
-    }
-
-    /// Tries each address of the worker in turn.
-    async fn connect(&self, worker: &Worker) -> Result<Stream, String> {
-        let (host, port) = (worker.spec.host.as_str(), worker.spec.port);
-        let addresses: Vec<SocketAddr> = match ip_of(host) {
-            Some(ip) => vec![SocketAddr::new(ip, port)],
-            None => {
-                let found = tokio::net::lookup_host((host, port)).await;
-                found
-                    .map_err(|error| {
-                        tracing::debug!(worker = worker.url(), %error, "cannot resolve");
-                        "its name cannot be resolved"
-                    })?
-                    .collect()
-            }
-        };
-        let mut why = "its name has no address";
-        for address in addresses {
-            let mut peer = HttpPeer::new(address, worker.spec.tls, host.to_owned());
-            peer.options.total_connection_timeout = Some(self.connect_timeout);
-            match self.transport.new_stream(&peer).await {
-                Ok(stream) => return Ok(stream),
-                Err(error) => {
-                    tracing::debug!(worker = worker.url(), %address, %error, "cannot connect");
-                    why = in_words(&error.etype);
-                }
-            }
-        }
-        Err(why.to_owned())
-    }
-}
-
-/// Why no connection was made, without addresses.
-fn in_words(error: &ErrorType) -> &'static str {
-    match error {
-        ErrorType::ConnectRefused => "nobody listens there",
-        ErrorType::ConnectTimedout => "it accepted no connection in time",
-        ErrorType::ConnectNoRoute => "there is no route to it",
-        ErrorType::TLSHandshakeFailure | ErrorType::TLSHandshakeTimedout => "the TLS handshake failed",
-        ErrorType::InvalidCert => "its certificate is not trusted",
-        _ => "no connection to it could be made",
-    }
-}
 
 /// What a leg reports, in order: a head, data, then one end or break.
 #[derive(Debug)]
@@ -158,7 +40,7 @@ pub enum LegEvent {
     Broken(Failure),
 }
 
-/// `Sending ─▶ Flushing ─▶ Head ─▶ Body ─▶ Over`
+/// `Sending ─▶ Flushing ─▶ Head ─▶ Body ─▶ Over`; an answer that comes early ends the sending.
 enum Phase {
     Sending,
     Flushing,
@@ -176,16 +58,20 @@ pub struct Leg {
     head: Bytes,
     body: Bytes,
     phase: Phase,
+    /// Read and not yet decoded: a part of a head or of a line of the framing.
     input: BytesMut,
-    read_bytes: usize,
     /// A byte of the response was seen.
     answered: bool,
     keep_alive: bool,
+    idle_max: Duration,
+    /// Ends once the worker's open legs must: it is silent, or was removed and had its time.
+    cut: Pin<Box<dyn Future<Output = Failure> + Send + Sync>>,
 }
 
 impl Leg {
     pub fn new(side: Side, picked: Picked, line: Line, head: Bytes, body: Bytes) -> Self {
         picked.sent(body.len());
+        let watched = picked.worker.clone();
         Leg {
             side,
             picked,
@@ -195,9 +81,10 @@ impl Leg {
             body,
             phase: Phase::Sending,
             input: BytesMut::new(),
-            read_bytes: READ_BYTES_MIN,
             answered: false,
             keep_alive: false,
+            idle_max: line.idle_max,
+            cut: Box::pin(async move { watched.until_cut(side).await }),
         }
     }
 
@@ -210,94 +97,120 @@ impl Leg {
         self.picked.report(outcome);
     }
 
-    /// The next event. Cancel-safe: what was written and read so far is kept in the leg. A worker that falls silent, or whose
-    /// time after its removal is over, breaks it.
+    /// Closes the connection, but the worker's word about how the leg did is still to come.
+    pub fn into_picked(self) -> Picked {
+        self.picked
+    }
+
+    /// The next event. Cancel-safe: what was written and read so far is kept in the leg.
     pub async fn next(&mut self) -> LegEvent {
-        let (worker, side) = (self.worker().clone(), self.side);
-        tokio::select! {
-            biased;
-            event = self.progress() => event,
-            failure = worker.until_cut(side) => {
-                self.phase = Phase::Over;
-                self.keep_alive = false;
-                LegEvent::Broken(failure)
-            }
+        std::future::poll_fn(|cx| self.poll_next(cx)).await
+    }
+
+    /// The next event; a worker whose legs are cut breaks it.
+    pub fn poll_next(&mut self, cx: &mut Context) -> Poll<LegEvent> {
+        match self.poll_progress(cx) {
+            Poll::Ready(event) => Poll::Ready(event),
+            Poll::Pending => self.poll_cut(cx),
         }
     }
 
-    async fn progress(&mut self) -> LegEvent {
+    /// Reads nothing, so that the worker is held back, but sees that it is silent or removed.
+    pub fn poll_cut(&mut self, cx: &mut Context) -> Poll<LegEvent> {
+        if matches!(self.phase, Phase::Over) {
+            return Poll::Pending;
+        }
+        let failure = ready!(self.cut.as_mut().poll(cx));
+        self.phase = Phase::Over;
+        self.keep_alive = false;
+        Poll::Ready(LegEvent::Broken(failure))
+    }
+
+    fn poll_progress(&mut self, cx: &mut Context) -> Poll<LegEvent> {
         loop {
             match self.phase {
-                Phase::Sending => match self.send_some().await {
-                    Ok(false) => {}
-                    Ok(true) => self.phase = Phase::Flushing,
+                Phase::Sending => match self.poll_send(cx) {
+                    Poll::Ready(Ok(false)) => {}
+                    Poll::Ready(Ok(true)) => self.phase = Phase::Flushing,
                     // A worker may refuse early and close: what it said is still to be read.
-                    Err(_) => self.phase = Phase::Head,
+                    Poll::Ready(Err(_)) => self.phase = Phase::Head,
+                    // It may also answer before it took the whole body, and take no more of it.
+                    Poll::Pending => match ready!(self.poll_head(cx)) {
+                        Some(event) => return Poll::Ready(event),
+                        None => continue,
+                    },
                 },
                 Phase::Flushing => {
                     // An error shows at the read that follows.
-                    let _ = self.stream.flush().await;
+                    let _ = ready!(Pin::new(&mut self.stream).poll_flush(cx));
                     self.phase = Phase::Head;
                 }
                 Phase::Head => {
-                    if let Some(event) = self.read_head().await {
-                        return event;
+                    if let Some(event) = ready!(self.poll_head(cx)) {
+                        return Poll::Ready(event);
                     }
                 }
                 Phase::Body(body) => {
-                    if let Some(event) = self.read_body(body).await {
-                        return event;
+                    if let Some(event) = ready!(self.poll_body(cx, body)) {
+                        return Poll::Ready(event);
                     }
                 }
-                Phase::Over => return LegEvent::End { clean: true },
+                Phase::Over => return Poll::Ready(LegEvent::End { clean: true }),
             }
         }
     }
 
     /// One vectored write of what is left of head and body; true when nothing is.
-    async fn send_some(&mut self) -> io::Result<bool> {
+    fn poll_send(&mut self, cx: &mut Context) -> Poll<io::Result<bool>> {
         let parts = [io::IoSlice::new(&self.head), io::IoSlice::new(&self.body)];
         let parts = if self.head.is_empty() { &parts[1..] } else { &parts[..] };
-        let written = self.stream.write_vectored(parts).await?;
+        let written = ready!(Pin::new(&mut self.stream).poll_write_vectored(cx, parts))?;
         if written == 0 {
-            return Err(io::ErrorKind::WriteZero.into());
+            return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
         }
         let of_head = written.min(self.head.len());
         self.head.advance(of_head);
         self.body.advance(written - of_head);
-        Ok(self.head.is_empty() && self.body.is_empty())
+        Poll::Ready(Ok(self.head.is_empty() && self.body.is_empty()))
     }
 
-    async fn read_head(&mut self) -> Option<LegEvent> {
+    fn poll_head(&mut self, cx: &mut Context) -> Poll<Option<LegEvent>> {
         match take_response_head(&mut self.input) {
             Ok(Some(head)) => {
-                self.keep_alive = head.keep_alive;
+                let unsent = !self.head.is_empty() || !self.body.is_empty();
+                self.keep_alive = head.keep_alive && !unsent;
+                self.idle_max = pool::idle_bound(self.idle_max, head.keep_alive_secs);
                 self.phase = Phase::Body(Body::new(head.framing));
-                return Some(LegEvent::Head(head));
+                self.body = Bytes::new();
+                return Poll::Ready(Some(LegEvent::Head(head)));
             }
             Ok(None) => {}
-            Err(bad) => return Some(self.broken(&bad.to_string())),
+            Err(bad) => return Poll::Ready(Some(self.malformed(&bad))),
         }
-        match self.read().await {
+        Poll::Ready(match ready!(self.poll_read(cx)) {
             Ok(0) => Some(self.broken("it closed the connection before it answered")),
             Ok(_) => None,
             Err(error) => Some(self.broken(&error.kind().to_string())),
-        }
+        })
     }
 
-    async fn read_body(&mut self, mut body: Body) -> Option<LegEvent> {
+    fn poll_body(&mut self, cx: &mut Context, mut body: Body) -> Poll<Option<LegEvent>> {
         let mut out = BytesMut::new();
         if let Err(bad) = body.decode(&mut self.input, &mut out) {
-            return Some(self.broken(&bad.to_string()));
+            return Poll::Ready(Some(self.malformed(&bad)));
         }
         self.phase = Phase::Body(body);
+        if self.input.is_empty() {
+            // Gives its share of the memory up.
+            self.input = BytesMut::new();
+        }
         if !out.is_empty() {
-            return Some(LegEvent::Data(out.freeze()));
+            return Poll::Ready(Some(LegEvent::Data(out.freeze())));
         }
         if body == Body::Done {
-            return Some(LegEvent::End { clean: true });
+            return Poll::Ready(Some(LegEvent::End { clean: true }));
         }
-        match self.read().await {
+        Poll::Ready(match ready!(self.poll_read(cx)) {
             Ok(0) => {
                 self.phase = Phase::Over;
                 self.keep_alive = false;
@@ -305,31 +218,40 @@ impl Leg {
             }
             Ok(_) => None,
             Err(error) => Some(self.broken(&error.kind().to_string())),
-        }
+        })
     }
 
     /// Everything that can be read now, up to one burst.
-    async fn read(&mut self) -> io::Result<usize> {
-        self.input.reserve(self.read_bytes);
-        let mut total = self.stream.read_buf(&mut self.input).await?;
-        self.answered |= total > 0;
-        if total > 0 {
-            self.worker().live().note_alive();
-        }
-        let mut last = total;
-        while last > 0 && last >= self.read_bytes && self.input.len() < BURST_BYTES_MAX {
-            self.read_bytes = (self.read_bytes * 2).min(BURST_BYTES_MAX);
-            self.input.reserve(self.read_bytes);
-            match tokio::task::unconstrained(self.stream.read_buf(&mut self.input)).now_or_never() {
-                Some(Ok(more)) => last = more,
-                Some(Err(_)) | None => break,
+    fn poll_read(&mut self, cx: &mut Context) -> Poll<io::Result<usize>> {
+        let mut space = [const { MaybeUninit::uninit() }; BURST_BYTES_MAX];
+        let mut burst = ReadBuf::uninit(&mut space);
+        loop {
+            let before = burst.filled().len();
+            match Pin::new(&mut self.stream).poll_read(cx, &mut burst) {
+                Poll::Pending if before == 0 => return Poll::Pending,
+                Poll::Ready(Err(error)) if before == 0 => return Poll::Ready(Err(error)),
+                // What was read comes first; the error shows at the next read.
+                Poll::Pending | Poll::Ready(Err(_)) => break,
+                Poll::Ready(Ok(())) => {
+                    let got = burst.filled().len() - before;
+                    // A read that does not fill the space took all there was, but of TLS it took one record.
+                    if got == 0 || burst.remaining() == 0 || !self.worker().spec.tls {
+                        break;
+                    }
+                }
             }
-            total += last;
         }
-        if total < self.read_bytes / 2 {
-            self.read_bytes = (self.read_bytes / 2).max(READ_BYTES_MIN);
+        let bytes = burst.filled();
+        if !bytes.is_empty() {
+            self.answered = true;
+            self.worker().live().note_alive();
+            self.input.extend_from_slice(bytes);
         }
-        Ok(total)
+        Poll::Ready(Ok(bytes.len()))
+    }
+
+    fn malformed(&mut self, bad: &BadResponse) -> LegEvent {
+        self.broken(&bad.to_string())
     }
 
     fn broken(&mut self, what: &str) -> LegEvent {
@@ -343,8 +265,8 @@ impl Leg {
     pub fn release(self) {
         let done = matches!(self.phase, Phase::Body(Body::Done));
         if done && self.keep_alive && self.input.is_empty() {
-            let Leg { picked, stream, .. } = self;
-            picked.worker.live().idle.put(stream);
+            let Leg { picked, stream, idle_max, .. } = self;
+            picked.worker.live().idle.put(stream, idle_max);
         }
     }
 }
@@ -354,7 +276,11 @@ mod tests {
     use super::*;
     use crate::config::tests::config;
     use crate::fleet::Fleet;
+    use std::time::Instant;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::TcpListener;
+
+    const LIMITS: ConnectLimits = ConnectLimits { connect: Duration::from_secs(5), idle: pool::IDLE_TIME_MAX };
 
     async fn worker() -> (TcpListener, Arc<Worker>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -362,30 +288,30 @@ mod tests {
         (listener, Fleet::new(&config(&format!("--worker-urls {url}")).unwrap()).snapshot().workers[0].clone())
     }
 
-    fn connector() -> Connector {
-        Connector::new(Duration::from_secs(5))
+    async fn open(worker: &Worker) -> Result<Line, Unreachable> {
+        Connector::new().open(worker, false, &LIMITS).await
     }
 
     #[tokio::test]
     async fn a_connection_is_reused_and_a_closed_one_is_found_out() {
         let (listener, worker) = worker().await;
-        let first = connector().open(&worker, false).await.unwrap();
+        let first = open(&worker).await.unwrap();
         assert!(!first.reused);
         let (server, _) = listener.accept().await.unwrap();
-        worker.live().idle.put(first.stream);
-        let again = connector().open(&worker, false).await.unwrap();
+        worker.live().idle.put(first.stream, pool::IDLE_TIME_MAX);
+        let again = open(&worker).await.unwrap();
         assert!(again.reused);
-        worker.live().idle.put(again.stream);
+        worker.live().idle.put(again.stream, pool::IDLE_TIME_MAX);
         drop(server);
         // The close arrives in its own time; until it does the connection looks usable.
         let deadline = Instant::now() + Duration::from_secs(5);
         loop {
-            let line = connector().open(&worker, false).await.unwrap();
+            let line = open(&worker).await.unwrap();
             if !line.reused {
                 break;
             }
             assert!(Instant::now() < deadline);
-            worker.live().idle.put(line.stream);
+            worker.live().idle.put(line.stream, pool::IDLE_TIME_MAX);
             tokio::task::yield_now().await;
         }
     }
@@ -394,7 +320,7 @@ mod tests {
     async fn a_leg_sends_a_large_body_and_reads_a_chunked_answer() {
         let (listener, worker) = worker().await;
         let body = Bytes::from(vec![b'x'; 1 << 20]);
-        let line = connector().open(&worker, false).await.unwrap();
+        let line = open(&worker).await.unwrap();
         let mut leg = Leg::new(Side::Decode, worker.begin(0).unwrap(), line, Bytes::from_static(b"HEAD"), body);
         let server = tokio::spawn(async move {
             let (mut socket, _) = listener.accept().await.unwrap();
@@ -421,7 +347,7 @@ mod tests {
         assert_eq!(got, b"abc");
         leg.release();
         assert_eq!(worker.legs(), 0);
-        assert!(connector().open(&worker, false).await.unwrap().reused);
+        assert!(open(&worker).await.unwrap().reused);
         server.await.unwrap();
     }
 
@@ -429,8 +355,47 @@ mod tests {
     async fn nobody_there_is_said_and_remembered() {
         let (listener, worker) = worker().await;
         drop(listener);
-        let why = connector().open(&worker, false).await.err().unwrap();
-        assert_eq!(why, "nobody listens there");
+        let why = open(&worker).await.err().unwrap();
+        assert_eq!(why, Unreachable { why: "nobody listens there".into(), timed_out: false });
         assert!(!worker.is_healthy());
+    }
+
+    #[tokio::test]
+    async fn an_answer_before_the_body_is_taken_ends_the_sending() {
+        let (listener, worker) = worker().await;
+        let line = open(&worker).await.unwrap();
+        let body = Bytes::from(vec![b'x'; 64 << 20]);
+        let mut leg = Leg::new(Side::Decode, worker.begin(0).unwrap(), line, Bytes::from_static(b"HEAD"), body);
+        let (mut socket, _) = listener.accept().await.unwrap();
+        socket.write_all(b"HTTP/1.1 429 X\r\ncontent-length: 0\r\n\r\n").await.unwrap();
+        let LegEvent::Head(head) = leg.next().await else { panic!() };
+        assert_eq!(head.status, 429);
+        assert!(matches!(leg.next().await, LegEvent::End { clean: true }));
+        leg.release();
+        assert!(worker.live().idle.checkout().is_none(), "half a request was sent on it");
+    }
+
+    #[tokio::test]
+    async fn what_can_be_read_is_one_event_and_nothing_is_held_while_idle() {
+        let (listener, worker) = worker().await;
+        let line = open(&worker).await.unwrap();
+        let mut leg = Leg::new(
+            Side::Decode,
+            worker.begin(0).unwrap(),
+            line,
+            Bytes::from_static(b"HEAD"),
+            Bytes::from_static(b"{}"),
+        );
+        let (mut socket, _) = listener.accept().await.unwrap();
+        let mut wire = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n".to_vec();
+        for _ in 0..100 {
+            wire.extend_from_slice(b"4\r\nabcd\r\n");
+        }
+        socket.write_all(&wire).await.unwrap();
+        assert!(matches!(leg.next().await, LegEvent::Head(_)));
+        let LegEvent::Data(data) = leg.next().await else { panic!() };
+        assert_eq!(data, b"abcd".repeat(100));
+        assert!(futures_util::poll!(std::pin::pin!(leg.next())).is_pending());
+        assert_eq!(leg.input.capacity(), 0, "an idle leg holds no buffer");
     }
 }

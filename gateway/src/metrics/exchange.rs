@@ -1,5 +1,7 @@
 //! What exchanges count: prompts, their first bytes, and what went wrong with their legs.
 
+use std::time::Duration;
+
 use prometheus::{HistogramVec, IntCounter, IntCounterVec};
 
 use super::{Registrar, SECONDS};
@@ -11,6 +13,10 @@ pub struct ExchangeMetrics {
     ttft: HistogramVec,
     worker_errors: IntCounterVec,
     worker_retries: IntCounterVec,
+    retries_exhausted: IntCounterVec,
+    retry_backoff: HistogramVec,
+    timeouts: IntCounterVec,
+    pub stale_connections: IntCounter,
     pub clients_gone: IntCounter,
     pub late_prefill_failures: IntCounter,
 }
@@ -35,6 +41,22 @@ impl ExchangeMetrics {
                 &["worker_type", "error_type"],
             )?,
             worker_retries: registrar.counters("smg_worker_retries_total", "Further pairs tried", &["endpoint"])?,
+            retries_exhausted: registrar.counters(
+                "smg_worker_retries_exhausted_total",
+                "Requests that failed though they might have been tried again, since tries or budget were spent",
+                &["endpoint"],
+            )?,
+            retry_backoff: registrar.histograms(
+                "smg_worker_retry_backoff_seconds",
+                "Pauses before further pairs",
+                &[],
+                &SECONDS,
+            )?,
+            timeouts: registrar.counters("tandem_gateway_timeouts_total", "Deadlines that passed", &["deadline"])?,
+            stale_connections: registrar.counter(
+                "tandem_gateway_stale_connections_total",
+                "Requests sent again since their reused connection was dead",
+            )?,
             clients_gone: registrar
                 .counter("tandem_gateway_clients_gone_total", "Clients that left before their answer's end")?,
             late_prefill_failures: registrar.counter(
@@ -60,6 +82,19 @@ impl ExchangeMetrics {
             return;
         }
         self.worker_errors.with_label_values(&[side.name(), failure.code]).inc();
+    }
+
+    /// `deadline`: one of a fixed set of names.
+    pub fn timed_out(&self, deadline: &'static str) {
+        self.timeouts.with_label_values(&[deadline]).inc();
+    }
+
+    pub fn gave_up(&self, endpoint: Endpoint) {
+        self.retries_exhausted.with_label_values(&[endpoint.name()]).inc();
+    }
+
+    pub fn paused(&self, pause: Duration) {
+        self.retry_backoff.with_label_values(&[] as &[&str]).observe(pause.as_secs_f64());
     }
 
     pub fn retried(&self, endpoint: Endpoint) {

@@ -1,0 +1,465 @@
+//! One attempt in progress: waits for what happens, and does what the machine of [`crate::exchange::machine`] says about
+//! it. All waiting is here, all deciding is there.
+//!
+//! While the client takes a piece nothing more is read from D, so that a slow client slows its worker and costs one piece;
+//! P is read on, and each failure, deadline, leaving and stop is seen and acted upon at once.
+
+use std::future::{Future, poll_fn};
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use http::Version;
+use http::header::{CONTENT_LENGTH, TRANSFER_ENCODING};
+use pingora::http::ResponseHeader;
+use pingora::protocols::http::ServerSession;
+use tokio::time::{Sleep, sleep_until, timeout};
+
+use crate::door::reply::{Done, REQUEST_ID};
+use crate::error::{Failure, Side};
+use crate::exchange::client::{self, Outgoing};
+use crate::exchange::drive::{self, Request};
+use crate::exchange::limits::{Clock, Limits};
+use crate::exchange::machine::{Action, Deadline, Exchange, Fact, Plan};
+use crate::exchange::{afterwards, open};
+use crate::fleet::{Outcome, Picked, Worker};
+use crate::gateway::Gateway;
+use crate::leg::http1::ResponseHead;
+use crate::leg::{Leg, LegEvent};
+use crate::pair::WorkerId;
+use crate::stream::{Answer, Meaning};
+
+/// How long a client may take for the event that tells it of a failure.
+const LAST_WORDS: Duration = Duration::from_secs(5);
+
+/// What came of an attempt.
+pub enum End {
+    Done(Done),
+    /// Another attempt may do better, best without this worker.
+    StartOver(Failure, Option<WorkerId>),
+}
+
+/// The outcome that the machine chose, to be told to the client once it took what is on its way.
+enum Ending {
+    Answer(Failure),
+    BreakOff(Failure),
+    StartOver(Failure),
+    Finish,
+    Leave,
+}
+
+/// What woke the exchange.
+enum Wake {
+    Prefill(LegEvent),
+    Decode(LegEvent),
+    ClientGone,
+    Deadline(Deadline),
+    GatewayStops,
+}
+
+/// One attempt in progress.
+pub struct Run<'a> {
+    gateway: &'a Gateway,
+    request: &'a Request,
+    machine: Exchange,
+    clock: Clock,
+    /// P's leg may go on until then without the client.
+    prefill_until: Instant,
+    prefill_worker: Option<Arc<Worker>>,
+    prefill: Option<Leg>,
+    prefill_answer: Option<Answer>,
+    decode_worker: Arc<Worker>,
+    decode: Option<Leg>,
+    decode_answer: Option<Answer>,
+    decode_head: Option<Box<ResponseHead>>,
+    /// Status of the head that goes before the first piece.
+    opened: Option<u16>,
+    head_sent: bool,
+    /// The end of D's answer, until the machine lets it go.
+    rest: Bytes,
+    out: Option<Outgoing>,
+    ending: Option<Ending>,
+    stop_seen: bool,
+    /// A deadline that the client shortened says nothing about a worker.
+    shortened: bool,
+    /// D's leg failed, but whose fault it was P is still to tell.
+    accused: Option<(Picked, Outcome)>,
+    /// Whose failure the outcome is.
+    culprit: Option<WorkerId>,
+}
+
+/// What an attempt waits for besides its legs and its client.
+struct Waits<'a, S> {
+    timer: Pin<&'a mut Sleep>,
+    stop: Pin<&'a mut S>,
+}
+
+impl<'a> Run<'a> {
+    pub fn new(gateway: &'a Gateway, request: &'a Request, limits: Limits, legs: open::Legs) -> Self {
+        let plan = Plan { legs: legs.order, samples: request.scanned.samples.count(), needs_prefill: false };
+        Run {
+            gateway,
+            request,
+            machine: Exchange::new(plan),
+            clock: Clock::new(limits, request.arrived, request.scanned.stream, Instant::now()),
+            prefill_until: request.arrived + limits.prefill,
+            prefill_worker: legs.prefill.as_ref().map(|leg| leg.worker().clone()),
+            prefill: legs.prefill,
+            prefill_answer: None,
+            decode_worker: legs.decode.worker().clone(),
+            decode: Some(legs.decode),
+            decode_answer: None,
+            decode_head: None,
+            opened: None,
+            head_sent: false,
+            rest: Bytes::new(),
+            out: None,
+            ending: None,
+            stop_seen: false,
+            shortened: limits.shortened,
+            accused: None,
+            culprit: None,
+        }
+    }
+
+    pub async fn until_end(mut self, session: &mut ServerSession) -> End {
+        let gateway = self.gateway;
+        let first = self.clock.next(self.machine.waits_for_prefill()).0;
+        let mut waits = Waits { timer: pin!(sleep_until(first.into())), stop: pin!(gateway.until_grace_ends()) };
+        let version = session.req_header().version;
+        loop {
+            if let Some(out) = self.out.take() {
+                let out = self.with_head(session, version, out);
+                self.clock.write_begins(Instant::now());
+                let mut writing = pin!(client::write(session, out));
+                let taken = poll_fn(|cx| self.poll_written(cx, writing.as_mut(), &mut waits)).await;
+                self.clock.write_ended(Instant::now());
+                if !taken {
+                    self.on(Fact::ClientGone);
+                    self.ending = Some(Ending::Leave);
+                }
+            }
+            if let Some(ending) = self.ending.take() {
+                return self.end(session, ending).await;
+            }
+            let wake = poll_fn(|cx| self.poll_wake(session, cx, &mut waits)).await;
+            self.handle(wake);
+        }
+    }
+
+    /// The next thing that happens while nothing is on its way to the client. P comes before D, since P's failure is the
+    /// root cause.
+    fn poll_wake(
+        &mut self,
+        session: &mut ServerSession,
+        cx: &mut Context,
+        waits: &mut Waits<'_, impl Future<Output = ()>>,
+    ) -> Poll<Wake> {
+        if let Poll::Ready(wake) = self.poll_others(cx, waits) {
+            return Poll::Ready(wake);
+        }
+        if client::poll_gone(session, cx).is_ready() {
+            return Poll::Ready(Wake::ClientGone);
+        }
+        match &mut self.decode {
+            Some(leg) => leg.poll_next(cx).map(Wake::Decode),
+            None => Poll::Pending,
+        }
+    }
+
+    /// Drives a write. What happens meanwhile is handled, and only the client hears of it later.
+    fn poll_written(
+        &mut self,
+        cx: &mut Context,
+        mut writing: Pin<&mut impl Future<Output = bool>>,
+        waits: &mut Waits<'_, impl Future<Output = ()>>,
+    ) -> Poll<bool> {
+        if let Poll::Ready(taken) = writing.as_mut().poll(cx) {
+            return Poll::Ready(taken);
+        }
+        loop {
+            if matches!(self.ending, Some(Ending::Leave)) {
+                return Poll::Ready(false);
+            }
+            let cut = self.decode.as_mut().map_or(Poll::Pending, |leg| leg.poll_cut(cx));
+            let wake = match cut {
+                Poll::Ready(event) => Wake::Decode(event),
+                Poll::Pending => std::task::ready!(self.poll_others(cx, waits)),
+            };
+            self.handle(wake);
+        }
+    }
+
+    /// Deadlines, the gateway's stop, and P.
+    fn poll_others(&mut self, cx: &mut Context, waits: &mut Waits<'_, impl Future<Output = ()>>) -> Poll<Wake> {
+        if let Poll::Ready(deadline) = self.poll_deadline(cx, waits.timer.as_mut()) {
+            return Poll::Ready(Wake::Deadline(deadline));
+        }
+        if !self.stop_seen && waits.stop.as_mut().poll(cx).is_ready() {
+            self.stop_seen = true;
+            return Poll::Ready(Wake::GatewayStops);
+        }
+        match &mut self.prefill {
+            Some(leg) => leg.poll_next(cx).map(Wake::Prefill),
+            None => Poll::Pending,
+        }
+    }
+
+    /// The timer is set anew only where it would ring too late, or rang too early: most deadlines move away with each
+    /// piece.
+    fn poll_deadline(&mut self, cx: &mut Context, mut timer: Pin<&mut Sleep>) -> Poll<Deadline> {
+        loop {
+            let (at, deadline) = self.clock.next(self.machine.waits_for_prefill());
+            if Instant::now() >= at {
+                return Poll::Ready(deadline);
+            }
+            if timer.deadline().into_std() > at || timer.is_elapsed() {
+                timer.as_mut().reset(at.into());
+            }
+            std::task::ready!(timer.as_mut().poll(cx));
+        }
+    }
+
+    fn handle(&mut self, wake: Wake) {
+        match wake {
+            Wake::Prefill(event) => self.on_prefill(event),
+            Wake::Decode(event) => self.on_decode(event),
+            Wake::ClientGone => self.on(Fact::ClientGone),
+            Wake::GatewayStops => self.on(Fact::GatewayStops),
+            Wake::Deadline(deadline) => {
+                if deadline != Deadline::Verdict {
+                    self.gateway.metrics.exchange.timed_out(deadline.name());
+                }
+                if self.machine.is_over() {
+                    // The client had its time to take the end.
+                    self.ending = Some(Ending::Leave);
+                }
+                self.blame_slow_worker(deadline);
+                self.on(Fact::TimedOut(deadline));
+            }
+        }
+    }
+
+    fn blame_slow_worker(&self, deadline: Deadline) {
+        let leg = match deadline {
+            Deadline::Prefill => &self.prefill,
+            Deadline::FirstToken if self.prefill.is_some() => &self.prefill,
+            Deadline::FirstToken | Deadline::Silence => &self.decode,
+            Deadline::Whole | Deadline::Verdict | Deadline::ClientWrite => &None,
+        };
+        if !self.shortened {
+            report(leg, Outcome::Failed);
+        }
+    }
+
+    /// P's bytes go nowhere; they are only judged.
+    fn on_prefill(&mut self, event: LegEvent) {
+        let meaning = match event {
+            LegEvent::Head(head) => {
+                let worker = self.prefill_worker.as_ref().map_or("", |worker| worker.url());
+                self.prefill_answer = Some(Answer::new(Side::Prefill, worker, &head, self.request.expected()));
+                return;
+            }
+            LegEvent::Data(data) => self.prefill_answer.as_mut().map(|answer| answer.push(data).meaning),
+            LegEvent::End { clean } => self.prefill_answer.as_mut().map(|answer| answer.end(clean).meaning),
+            LegEvent::Broken(failure) => Some(Meaning::Failed(failure)),
+        };
+        match meaning {
+            Some(Meaning::Complete) => {
+                report(&self.prefill, Outcome::Good);
+                if let Some(leg) = self.prefill.take() {
+                    afterwards::tidy(leg);
+                }
+                self.on(Fact::PrefillEnded);
+            }
+            Some(Meaning::Failed(failure)) => {
+                let failure = of_worker(failure, self.prefill_worker.as_ref());
+                self.gateway.metrics.exchange.leg_failed(Side::Prefill, &failure);
+                report(&self.prefill, Outcome::of(&failure));
+                self.culprit = self.prefill_worker.as_ref().map(|worker| worker.id());
+                self.accused = None;
+                self.prefill = None;
+                self.on(Fact::PrefillFailed(failure));
+            }
+            Some(Meaning::None | Meaning::Token) | None => {}
+        }
+    }
+
+    fn on_decode(&mut self, event: LegEvent) {
+        self.clock.piece(Instant::now());
+        let step = match event {
+            LegEvent::Head(head) => {
+                let expected = self.request.expected();
+                self.decode_answer = Some(Answer::new(Side::Decode, self.decode_worker.url(), &head, expected));
+                self.decode_head = Some(Box::new(head));
+                return;
+            }
+            LegEvent::Data(data) => self.decode_answer.as_mut().map(|answer| answer.push(data)),
+            LegEvent::End { clean } => self.decode_answer.as_mut().map(|answer| answer.end(clean)),
+            LegEvent::Broken(failure) => return self.decode_failed(failure),
+        };
+        let Some(step) = step else { return };
+        match step.meaning {
+            Meaning::Complete => {
+                report(&self.decode, Outcome::Good);
+                self.rest = step.forward;
+                let streamed = self.decode_head.as_ref().is_some_and(|head| head.is_event_stream());
+                self.on(Fact::DecodeEnded { streamed });
+            }
+            Meaning::Failed(failure) => {
+                self.send(step.forward);
+                self.decode_failed(failure);
+            }
+            Meaning::Token => {
+                self.clock.token();
+                report(&self.decode, Outcome::Good);
+                self.on(Fact::DecodeToken);
+                self.send(step.forward);
+            }
+            Meaning::None => self.send(step.forward),
+        }
+    }
+
+    fn decode_failed(&mut self, failure: Failure) {
+        let failure = of_worker(failure, Some(&self.decode_worker));
+        self.gateway.metrics.exchange.leg_failed(Side::Decode, &failure);
+        self.culprit = Some(self.decode_worker.id());
+        self.accused = self.decode.take().map(|leg| (leg.into_picked(), Outcome::of(&failure)));
+        self.on(Fact::DecodeFailed(failure));
+    }
+
+    /// A piece that is not the last.
+    fn send(&mut self, piece: Bytes) {
+        if piece.is_empty() {
+            return;
+        }
+        self.out = Some(Outgoing { head: None, piece, last: false });
+        if self.opened.is_none() {
+            self.opened = Some(self.status());
+            self.on(Fact::AnswerOpened);
+        }
+    }
+
+    fn status(&self) -> u16 {
+        self.decode_head.as_ref().map_or(200, |head| head.status)
+    }
+
+    fn on(&mut self, fact: Fact) {
+        for action in self.machine.on(fact) {
+            self.act(action);
+        }
+    }
+
+    fn act(&mut self, action: Action) {
+        match action {
+            Action::Cancel(Side::Prefill) => self.prefill = None,
+            Action::Cancel(Side::Decode) => self.decode = None,
+            Action::SendDecode => {}
+            Action::DetachPrefill => {
+                if let Some(leg) = self.prefill.take() {
+                    let (answer, expected) = (self.prefill_answer.take(), self.request.expected());
+                    afterwards::detach(self.gateway, leg, answer, expected, self.prefill_until);
+                }
+            }
+            Action::AwaitVerdict => self.clock.await_verdict(Instant::now()),
+            Action::CountLatePrefillFailure(failure) => {
+                let worker = failure.detail.as_deref();
+                tracing::warn!(failure = failure.message, worker, "prefill failed after decode had committed");
+                self.gateway.metrics.exchange.late_prefill_failures.inc();
+            }
+            Action::Finish => {
+                if let Some(leg) = self.decode.take() {
+                    afterwards::tidy(leg);
+                }
+                self.clock.finished();
+                self.out = Some(Outgoing { head: None, piece: std::mem::take(&mut self.rest), last: true });
+                self.ending = Some(Ending::Finish);
+            }
+            Action::Leave => self.fail(Ending::Leave),
+            Action::StartOver(failure) => self.fail(Ending::StartOver(failure)),
+            Action::Answer(failure) => self.fail(Ending::Answer(failure)),
+            Action::BreakOff(failure) => self.fail(Ending::BreakOff(failure)),
+        }
+    }
+
+    /// Both connections are closed before the client hears of it.
+    fn fail(&mut self, ending: Ending) {
+        self.prefill = None;
+        self.decode = None;
+        if let Some((picked, outcome)) = self.accused.take() {
+            picked.report(outcome);
+        }
+        self.clock.failed(Instant::now());
+        self.ending = Some(ending);
+    }
+
+    async fn end(self, session: &mut ServerSession, ending: Ending) -> End {
+        End::Done(match ending {
+            Ending::Leave => drive::left(self.gateway),
+            Ending::Finish => Done::ok(self.opened.unwrap_or_else(|| self.status())),
+            Ending::Answer(failure) => drive::answer(session, self.request, &failure).await,
+            Ending::BreakOff(failure) => {
+                drive::log(self.request, &failure);
+                self.break_off(session, &failure).await
+            }
+            Ending::StartOver(failure) => return End::StartOver(failure, self.culprit),
+        })
+    }
+
+    /// Bytes were sent already: a stream of events ends with one that tells what happened, anything else by a cut
+    /// connection, which a client sees as an incomplete body.
+    async fn break_off(&self, session: &mut ServerSession, failure: &Failure) -> Done {
+        let events = self.decode_head.as_ref().is_some_and(|head| head.is_event_stream());
+        let status = self.opened.unwrap_or(200);
+        if !events {
+            return Done::broken(status, failure.code);
+        }
+        let event = Outgoing { head: None, piece: failure.event(), last: true };
+        let said = timeout(LAST_WORDS, client::write(session, event)).await;
+        Done { status, code: failure.code, whole: said == Ok(true) }
+    }
+
+    /// The first piece brings D's status and headers along; the framing is ours: a length, chunks, or for HTTP/1.0, which
+    /// has no chunks, the close.
+    fn with_head(&mut self, session: &mut ServerSession, version: Version, out: Outgoing) -> Outgoing {
+        if std::mem::replace(&mut self.head_sent, true) {
+            return out;
+        }
+        let waited = self.request.arrived.elapsed().as_secs_f64();
+        self.gateway.metrics.exchange.first_byte(self.request.endpoint, waited);
+        let mut head = ResponseHeader::build(self.status(), None).expect("a parsed status is one");
+        let headers = self.decode_head.iter().flat_map(|h| &h.headers);
+        for (name, value) in headers {
+            head.append_header(name.clone(), value.clone()).expect("a parsed header is one");
+        }
+        if let Some(id) = self.request.headers.get(REQUEST_ID) {
+            head.insert_header(REQUEST_ID, id.clone()).expect("a parsed header is one");
+        }
+        let framed = match out.last {
+            true => head.insert_header(CONTENT_LENGTH, out.piece.len()),
+            false if version == Version::HTTP_10 => {
+                session.set_keepalive(None);
+                Ok(())
+            }
+            false => head.insert_header(TRANSFER_ENCODING, "chunked"),
+        };
+        framed.expect("both are headers");
+        Outgoing { head: Some(Box::new(head)), ..out }
+    }
+}
+
+fn report(leg: &Option<Leg>, outcome: Outcome) {
+    if let Some(leg) = leg {
+        leg.report(outcome);
+    }
+}
+
+/// The log names the worker that failed.
+fn of_worker(failure: Failure, worker: Option<&Arc<Worker>>) -> Failure {
+    match worker {
+        Some(worker) => failure.with_detail(worker.url()),
+        None => failure,
+    }
+}
