@@ -42,7 +42,7 @@ impl Gateway {
             retry_budget: Budget::default(),
             prober: Arc::new(Prober::new(fleet.clone(), &config)?),
             metrics: Metrics::new()?,
-            door: Door::default(),
+            door: Door::new(&config),
             draining: AtomicBool::new(false),
             running: AtomicUsize::new(0),
             idle: Notify::new(),

@@ -35,7 +35,9 @@ pub mod stream;
 
 use std::io::{IsTerminal as _, Write as _};
 
-pub use config::{Config, DeadlineArgs, FleetArgs, GatewayArgs, ListenArgs, PairArgs, RetryArgs, SecurityArgs};
+pub use config::{
+    AdmissionArgs, Config, DeadlineArgs, FleetArgs, GatewayArgs, ListenArgs, PairArgs, RetryArgs, SecurityArgs,
+};
 pub use error::StartError;
 pub use exchange::ticket;
 pub use pair::PolicyName;

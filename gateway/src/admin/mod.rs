@@ -7,6 +7,7 @@ use pingora::protocols::http::ServerSession;
 use serde_json::{Value, json};
 
 use crate::config::Role;
+use crate::door::keys::Right;
 use crate::door::reply::{self, Done};
 use crate::error::{Failure, Side};
 use crate::fleet::Worker;
@@ -28,25 +29,29 @@ pub enum Route {
     AbortRequest,
 }
 
-/// Path, method, route; `true` for those that need no key.
-const ROUTES: [(&str, Method, Route, bool); 12] = [
-    ("/health", Method::GET, Route::Health, true),
-    ("/liveness", Method::GET, Route::Health, true),
-    ("/readiness", Method::GET, Route::Readiness, true),
-    ("/v1/models", Method::GET, Route::Passed(&["/v1/models"]), false),
-    ("/get_server_info", Method::GET, Route::Passed(&["/get_server_info", "/server_info"]), false),
-    ("/server_info", Method::GET, Route::Passed(&["/server_info", "/get_server_info"]), false),
-    ("/get_model_info", Method::GET, Route::Passed(&["/get_model_info", "/model_info"]), false),
-    ("/model_info", Method::GET, Route::Passed(&["/model_info", "/get_model_info"]), false),
-    ("/workers", Method::GET, Route::Workers, false),
-    ("/get_loads", Method::GET, Route::Loads, false),
-    ("/flush_cache", Method::POST, Route::FlushCache, false),
-    ("/abort_request", Method::POST, Route::AbortRequest, false),
+/// Path, method, route, and what it asks of a key.
+type Entry = (&'static str, Method, Route, Right);
+
+/// sglang_router leaves `/v1/models` and the info questions open to all; here they need a key where there are keys, since
+/// they tell what serves.
+const ROUTES: [Entry; 12] = [
+    ("/health", Method::GET, Route::Health, Right::Nobody),
+    ("/liveness", Method::GET, Route::Health, Right::Nobody),
+    ("/readiness", Method::GET, Route::Readiness, Right::Nobody),
+    ("/v1/models", Method::GET, Route::Passed(&["/v1/models"]), Right::Data),
+    ("/get_server_info", Method::GET, Route::Passed(&["/get_server_info", "/server_info"]), Right::Data),
+    ("/server_info", Method::GET, Route::Passed(&["/server_info", "/get_server_info"]), Right::Data),
+    ("/get_model_info", Method::GET, Route::Passed(&["/get_model_info", "/model_info"]), Right::Data),
+    ("/model_info", Method::GET, Route::Passed(&["/model_info", "/get_model_info"]), Right::Data),
+    ("/workers", Method::GET, Route::Workers, Right::Admin),
+    ("/get_loads", Method::GET, Route::Loads, Right::Admin),
+    ("/flush_cache", Method::POST, Route::FlushCache, Right::Admin),
+    ("/abort_request", Method::POST, Route::AbortRequest, Right::Admin),
 ];
 
-/// A known path: its name as a constant, the method it takes, what it does, whether it is open to all.
-pub fn route(path: &str) -> Option<&'static (&'static str, Method, Route, bool)> {
-    static TABLE: &[(&str, Method, Route, bool)] = &ROUTES;
+/// A known path.
+pub fn route(path: &str) -> Option<&'static Entry> {
+    static TABLE: &[Entry] = &ROUTES;
     TABLE.iter().find(|(known, ..)| *known == path)
 }
 

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::config::security::Secret;
 use crate::config::words::{switch, word, words};
 use crate::error::StartError;
 use crate::fleet::{Rules, Thresholds};
@@ -174,16 +175,6 @@ impl WorkerSpec {
             labels: BTreeMap::new(),
             dp_size: None,
         })
-    }
-}
-
-/// A key that no log shows.
-#[derive(Clone, PartialEq, Eq)]
-pub struct Secret(pub String);
-
-impl std::fmt::Debug for Secret {
-    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
-        f.write_str("(secret)")
     }
 }
 

@@ -2,6 +2,7 @@
 //! Flags bear sglang_router's names. A file (`--config`, TOML or YAML) is overruled by `TANDEM_GATEWAY_*`, and that by flags.
 //! One file per group of settings: adding a setting is a field there, adding a group is a line in each list of this file.
 
+mod admission;
 mod deadlines;
 mod fleet;
 mod listen;
@@ -17,12 +18,13 @@ use clap::Args as _;
 use figment::Figment;
 use figment::providers::{Env, Format, Serialized, Toml, Yaml};
 
+pub use admission::{AdmissionArgs, AdmissionConfig};
 pub use deadlines::{DeadlineArgs, Deadlines};
-pub use fleet::{FleetArgs, FleetConfig, Role, Secret, WorkerSpec, ip_of};
+pub use fleet::{FleetArgs, FleetConfig, Role, WorkerSpec, ip_of};
 pub use listen::{Listen, ListenArgs};
 pub use pair::{PairArgs, PairConfig};
 pub use retry::{Retries, RetryArgs};
-pub use security::{Security, SecurityArgs};
+pub use security::{Class, KeySpec, RateSpec, Secret, Security, SecurityArgs, ServerTls, WorkerTls};
 
 use crate::error::StartError;
 
@@ -44,6 +46,8 @@ pub struct GatewayArgs {
     pub deadlines: DeadlineArgs,
     #[command(flatten, next_help_heading = "Trying again")]
     pub retry: RetryArgs,
+    #[command(flatten, next_help_heading = "Admission")]
+    pub admission: AdmissionArgs,
     #[command(flatten, next_help_heading = "Security")]
     pub security: SecurityArgs,
 }
@@ -56,6 +60,7 @@ pub struct Config {
     pub listen: Listen,
     pub deadlines: Deadlines,
     pub retries: Retries,
+    pub admission: AdmissionConfig,
     pub security: Security,
 }
 
@@ -90,6 +95,7 @@ impl GatewayArgs {
             .merge(Serialized::defaults(&self.listen))
             .merge(Serialized::defaults(&self.deadlines))
             .merge(Serialized::defaults(&self.retry))
+            .merge(Serialized::defaults(&self.admission))
             .merge(Serialized::defaults(&self.security))
     }
 
@@ -101,7 +107,8 @@ impl GatewayArgs {
             listen: self.listen.checked()?,
             deadlines: self.deadlines.checked()?,
             retries: self.retry.checked()?,
-            security: self.security.checked(),
+            admission: self.admission.checked()?,
+            security: self.security.checked()?,
         })
     }
 }
@@ -115,6 +122,7 @@ fn extract(figment: &Figment) -> Result<GatewayArgs, figment::Error> {
         listen: figment.extract()?,
         deadlines: figment.extract()?,
         retry: figment.extract()?,
+        admission: figment.extract()?,
         security: figment.extract()?,
     })
 }

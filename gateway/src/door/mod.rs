@@ -1,20 +1,23 @@
 //! The door: one HTTP request off a client's connection, checked, its body read within the limit, and handed to the route
 //! it names. Afterwards the connection serves on or is closed.
 
+mod admission;
 mod body;
 pub mod clients;
 mod head;
+pub mod keys;
 pub mod reply;
 mod target;
 mod wire;
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use arc_swap::ArcSwap;
 use async_trait::async_trait;
 use bytes::Bytes;
-use http::header;
+use http::{HeaderMap, HeaderName, HeaderValue, header};
 use pingora::apps::{HttpPersistentSettings, HttpServerApp, HttpServerOptions, ReusedHttpStream, ServerApp};
 use pingora::protocols::Stream;
 use pingora::protocols::http::ServerSession;
@@ -24,8 +27,10 @@ use tokio::time::{timeout, timeout_at};
 
 use crate::admin;
 use crate::backend::Backend;
-use crate::config::Config;
+use crate::config::{Class, Config};
+use crate::door::admission::Admission;
 use crate::door::clients::Clients;
+use crate::door::keys::{Bucket, Key, KeyPermit, Keyring, Right, limited};
 use crate::door::reply::Done;
 use crate::door::target::{Kind, Target};
 use crate::door::wire::{Gauge, Wire};
@@ -39,6 +44,8 @@ const DRAIN_WAIT: Duration = Duration::from_secs(1);
 /// How long a connection beyond the cap may take to send the head that its refusal answers.
 const REFUSAL_WAIT: Duration = Duration::from_secs(5);
 const REQUEST_ID_BYTES_MAX: usize = 128;
+/// A request's own limit for its wait in the queue, in milliseconds.
+const QUEUE_TIMEOUT: HeaderName = HeaderName::from_static("x-tandem-queue-timeout-ms");
 /// Requests that one HTTP/2 connection may have open at a time.
 const H2_STREAMS_MAX: u32 = 1000;
 /// What one HTTP/2 stream's answer may have waiting in this process for a slow client.
@@ -47,9 +54,61 @@ const H2_SEND_BUFFER_BYTES: usize = 32 * 1024;
 const H2_WINDOW_BYTES: [u32; 2] = [256 * 1024, 1 << 20];
 
 /// What the door keeps between requests.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Door {
     pub clients: Clients,
+    pub admission: Arc<Admission>,
+    keys: ArcSwap<Keyring>,
+    rate: Mutex<Option<Bucket>>,
+}
+
+impl Door {
+    pub fn new(config: &Config) -> Self {
+        let (keys, now) = (&config.security.keys, Instant::now());
+        Door {
+            clients: Clients::default(),
+            admission: Admission::new(&config.admission),
+            keys: ArcSwap::from_pointee(Keyring::new(keys, &Keyring::default(), now)),
+            rate: Mutex::new(config.admission.rate.map(|rate| Bucket::new(rate, now))),
+        }
+    }
+
+    /// Takes over settings that were read again. What runs and waits goes on and counts on.
+    pub fn configure(&self, config: &Config) {
+        let now = Instant::now();
+        self.keys.store(Arc::new(Keyring::new(&config.security.keys, &self.keys.load(), now)));
+        self.admission.adopt(&config.admission);
+        *self.rate.lock().expect("no panic under this lock") = config.admission.rate.map(|rate| Bucket::new(rate, now));
+    }
+
+    /// Who asks, if a key is asked for, and whether it may ask now.
+    fn caller(&self, headers: &HeaderMap, right: Right) -> Result<Caller, Failure> {
+        let key = self.keys.load().authorize(headers, right)?;
+        let permit = match &key {
+            Some(key) if right == Right::Data => Some(key.enter(Instant::now())?),
+            _ => None,
+        };
+        Ok(Caller { key, _permit: permit })
+    }
+
+    /// A refusal of one more prompt that needs nothing of its body.
+    fn refuses_prompts(&self) -> Result<(), Failure> {
+        self.admission.refuses_now()?;
+        match self.rate.lock().expect("no panic under this lock").as_mut().map(|rate| rate.take(Instant::now())) {
+            Some(Err(wait)) => {
+                let what = "the gateway's rate of requests is used up (--rate-limit-tokens-per-second)";
+                Err(limited("rate_limited", what.into(), wait))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Who asks, counted under its key until this is dropped.
+#[derive(Debug)]
+struct Caller {
+    key: Option<Arc<Key>>,
+    _permit: Option<KeyPermit>,
 }
 
 /// The data listener's application.
@@ -175,7 +234,8 @@ impl Connection {
         let gateway = &self.gateway;
         match session.req_header().uri.path() {
             "/metrics" => {
-                gateway.metrics.door.connections.set(gateway.door.clients.open() as i64);
+                let (running, waiting) = gateway.door.admission.counts();
+                gateway.metrics.door.look_at(gateway.door.clients.open(), running, waiting);
                 match gateway.metrics.render(&gateway.fleet) {
                     Ok(text) => reply::text(session, 200, "text/plain; version=0.0.4", text).await,
                     Err(error) => reply::text(session, 500, "text/plain", error.to_string()).await,
@@ -342,26 +402,74 @@ async fn serve(
     target: &Target,
     arrived: Instant,
 ) -> Done {
-    let prepared = tokio::select! {
-        prepared = prepare(&config, session, target) => prepared,
+    let caller = match checked_head(gateway, session, target) {
+        Ok(caller) => caller,
+        Err(failure) => {
+            if failure.status == 429 {
+                gateway.metrics.door.shed();
+            }
+            return reply::failure(session, &failure).await;
+        }
+    };
+    let (bytes_max, limit) = (config.listen.body_bytes_max, config.deadlines.client_read);
+    let read = tokio::select! {
+        read = body::read(session, bytes_max, limit) => read,
         () = gateway.until_grace_ends() => Err(Failure::stopping()),
     };
-    match prepared {
-        Err(failure) => reply::failure(session, &failure).await,
-        Ok(None) => Done::broken(499, "client_gone"),
-        Ok(Some(body)) => match target.kind {
-            Kind::Admin(route) => admin::answer(gateway, session, route, body).await,
-            Kind::Data(endpoint) => match checked(gateway, config, session, endpoint, body, arrived) {
-                Ok(request) => drive::run(gateway, session, &request).await,
-                Err(failure) => reply::failure(session, &failure).await,
-            },
-            Kind::Unknown => reply::failure(session, &not_found(session.req_header().uri.path())).await,
+    let body = match read {
+        Ok(Some(body)) => body,
+        Ok(None) => return Done::broken(499, "client_gone"),
+        Err(failure) => {
+            // Where the next request begins is not known.
+            session.set_keepalive(None);
+            return reply::failure(session, &failure).await;
+        }
+    };
+    let done = match target.kind {
+        Kind::Admin(route) => admin::answer(gateway, session, route, body).await,
+        Kind::Data(endpoint) => match checked(gateway, config, session, &caller, endpoint, body, arrived) {
+            Ok(request) => admitted(gateway, session, &caller, &request).await,
+            Err(failure) => reply::failure(session, &failure).await,
         },
+        Kind::Unknown => reply::failure(session, &not_found(session.req_header().uri.path())).await,
+    };
+    if let Some(key) = &caller.key {
+        gateway.metrics.door.answered_key(key.name(), done.status);
+    }
+    done
+}
+
+/// Runs a request once it may, or says why it may not. The place is given back at the answer's end.
+async fn admitted(gateway: &Gateway, session: &mut ServerSession, caller: &Caller, request: &drive::Request) -> Done {
+    let wish = request.scanned.priority().map(|wish| match wish {
+        ..0 => Class::Low,
+        0 => Class::Normal,
+        1.. => Class::High,
+    });
+    let class = caller.key.as_ref().map_or(wish.unwrap_or_default(), |key| key.class(wish));
+    let began = Instant::now();
+    let entered = tokio::select! {
+        biased;
+        entered = gateway.door.admission.enter(class, queue_wait(request)) => entered,
+        _ = session.read_body_or_idle(true) => return Done::broken(499, "client_gone"),
+        () = gateway.until_grace_ends() => Err(Failure::stopping()),
+    };
+    gateway.metrics.door.admitted(class, began.elapsed(), entered.is_ok());
+    match entered {
+        Ok(_permit) => drive::run(gateway, session, request).await,
+        Err(failure) => reply::failure(session, &failure).await,
     }
 }
 
-/// Checks that come before the body is read, then reads it; `None` when the client left meanwhile.
-async fn prepare(config: &Config, session: &mut ServerSession, target: &Target) -> Result<Option<Bytes>, Failure> {
+/// How long a request waits for a place to run: what it asks for, and no longer than the gateway lets it.
+fn queue_wait(request: &drive::Request) -> Duration {
+    let max = request.config.admission.queue_wait;
+    let asked = request.headers.get(QUEUE_TIMEOUT).and_then(|value| value.to_str().ok()?.parse().ok());
+    asked.map_or(max, |ms| Duration::from_millis(ms).min(max))
+}
+
+/// Checks that come before the body is read.
+fn checked_head(gateway: &Gateway, session: &ServerSession, target: &Target) -> Result<Caller, Failure> {
     if matches!(target.kind, Kind::Unknown) {
         return Err(not_found(session.req_header().uri.path()));
     }
@@ -369,36 +477,28 @@ async fn prepare(config: &Config, session: &mut ServerSession, target: &Target) 
         let what = format!("{} takes {}", target.path_label, target.allowed);
         return Err(Failure::client(405, "method_not_allowed", what));
     }
-    if let Some(key) = config.security.api_key.as_ref().filter(|_| !target.open_to_all) {
-        let given = session.get_header_bytes(header::AUTHORIZATION).strip_prefix(b"Bearer ").unwrap_or(b"");
-        if !same(given, key.as_bytes()) {
-            let what = "send the gateway's key as `Authorization: Bearer KEY`";
-            return Err(Failure::client(401, "invalid_api_key", what));
-        }
+    let caller = gateway.door.caller(&session.req_header().headers, target.right)?;
+    if matches!(target.kind, Kind::Data(_)) {
+        gateway.door.refuses_prompts()?;
     }
-    let read = body::read(session, config.listen.body_bytes_max, config.deadlines.client_read).await;
-    if read.is_err() {
-        // Where the next request begins is not known.
-        session.set_keepalive(None);
-    }
-    read
-}
-
-/// Compares in time that depends on the lengths alone.
-fn same(a: &[u8], b: &[u8]) -> bool {
-    a.len() == b.len() && a.iter().zip(b).fold(0, |diff, (x, y)| diff | (x ^ y)) == 0
+    Ok(caller)
 }
 
 fn checked(
     gateway: &Gateway,
     config: Arc<Config>,
     session: &ServerSession,
+    caller: &Caller,
     endpoint: Endpoint,
     body: Bytes,
     arrived: Instant,
 ) -> Result<drive::Request, Failure> {
     let scanned = request::scan(endpoint, body)?;
-    let pool = gateway.fleet.snapshot().pool(None)?.clone();
+    let model = scanned.model();
+    if let Some(key) = &caller.key {
+        key.allows(model.as_deref())?;
+    }
+    let pool = gateway.fleet.snapshot().pool(model.as_deref())?.clone();
     if pool.is_split() {
         Backend::default().check(&scanned)?;
     }
@@ -410,7 +510,16 @@ fn checked(
         );
         return Err(Failure::client(400, "unsupported_with_pd", what).at(field));
     }
-    Ok(drive::Request { config, pool, endpoint, headers: session.req_header().headers.clone(), scanned, arrived })
+    let mut headers = session.req_header().headers.clone();
+    if caller.key.is_some() {
+        // The client's key is the gateway's business; workers get the gateway's own.
+        headers.remove(header::AUTHORIZATION);
+        if let Some(key) = &config.security.api_key {
+            let value = HeaderValue::try_from(format!("Bearer {}", key.reveal()));
+            headers.extend(value.ok().map(|value| (Some(header::AUTHORIZATION), value)));
+        }
+    }
+    Ok(drive::Request { config, pool, endpoint, headers, scanned, arrived })
 }
 
 fn not_found(path: &str) -> Failure {

@@ -3,6 +3,7 @@
 use http::Method;
 
 use crate::admin;
+use crate::door::keys::Right;
 use crate::request::Endpoint;
 
 /// Where the request goes.
@@ -16,7 +17,7 @@ pub enum Kind {
 pub struct Target {
     pub kind: Kind,
     pub allowed: Method,
-    pub open_to_all: bool,
+    pub right: Right,
     pub method: Method,
     pub method_label: &'static str,
     pub path_label: &'static str,
@@ -31,11 +32,11 @@ impl Target {
             Method::POST => "POST",
             _ => "OTHER",
         };
-        let (kind, allowed, open_to_all, path_label) = match (Endpoint::of_path(path), admin::route(path)) {
-            (Some(endpoint), _) => (Kind::Data(endpoint), Method::POST, false, endpoint.path()),
-            (None, Some((known, allowed, route, open))) => (Kind::Admin(*route), allowed.clone(), *open, *known),
-            (None, None) => (Kind::Unknown, method.clone(), true, "other"),
+        let (kind, allowed, right, path_label) = match (Endpoint::of_path(path), admin::route(path)) {
+            (Some(endpoint), _) => (Kind::Data(endpoint), Method::POST, Right::Data, endpoint.path()),
+            (None, Some((known, allowed, route, right))) => (Kind::Admin(*route), allowed.clone(), *right, *known),
+            (None, None) => (Kind::Unknown, method.clone(), Right::Nobody, "other"),
         };
-        Target { kind, allowed, open_to_all, method, method_label, path_label }
+        Target { kind, allowed, right, method, method_label, path_label }
     }
 }

@@ -23,7 +23,7 @@ use pingora::services::background::BackgroundService;
 use serde_json::Value;
 use tokio::task::{AbortHandle, JoinSet};
 
-use crate::config::{Config, Role};
+use crate::config::{Config, Role, Secret};
 use crate::error::StartError;
 use crate::fleet::{Fleet, Health, Live, Pool, Worker, learn, load};
 
@@ -40,7 +40,7 @@ const LOOKS_PER_INTRODUCTION: u32 = 8;
 pub struct Prober {
     fleet: Arc<Fleet>,
     client: reqwest::Client,
-    api_key: Option<String>,
+    api_key: Option<Secret>,
     /// Looks that requests wait for come one after another.
     looking: tokio::sync::Mutex<()>,
 }
@@ -194,7 +194,7 @@ impl Prober {
     /// A request to one worker, with the key where one is set.
     pub fn ask(&self, method: Method, worker: &Worker, path: &str) -> reqwest::RequestBuilder {
         let request = self.client.request(method, format!("{}{path}", worker.url()));
-        match worker.spec.api_key.as_ref().map(|key| &key.0).or(self.api_key.as_ref()) {
+        match worker.spec.api_key.as_ref().or(self.api_key.as_ref()).map(Secret::reveal) {
             Some(key) => request.bearer_auth(key),
             None => request,
         }

@@ -1,15 +1,23 @@
 //! What the door counts: requests as they come, answers as they end.
 
+use std::time::Duration;
+
 use prometheus::{HistogramVec, IntCounter, IntCounterVec, IntGauge};
 
 use super::{Registrar, SECONDS};
+use crate::config::Class;
 
 pub struct DoorMetrics {
     requests: IntCounterVec,
     responses: IntCounterVec,
     duration: HistogramVec,
     /// As of the last look at it.
-    pub connections: IntGauge,
+    connections: IntGauge,
+    running: IntGauge,
+    waiting: IntGauge,
+    rate_limits: IntCounterVec,
+    queue_wait: HistogramVec,
+    key_requests: IntCounterVec,
     pub connections_refused: IntCounter,
     heads_refused: IntCounterVec,
 }
@@ -27,6 +35,24 @@ impl DoorMetrics {
                 &SECONDS,
             )?,
             connections: registrar.gauge("smg_http_connections_active", "Client connections that are open")?,
+            running: registrar.gauge("tandem_gateway_requests_running", "Requests that have a place to run")?,
+            waiting: registrar.gauge("tandem_gateway_requests_queued", "Requests that wait for a place to run")?,
+            rate_limits: registrar.counters(
+                "smg_http_rate_limit_total",
+                "Requests with a prompt that got a place to run, and that did not",
+                &["result"],
+            )?,
+            queue_wait: registrar.histograms(
+                "tandem_gateway_queue_wait_seconds",
+                "Wait for a place to run",
+                &["class"],
+                &SECONDS,
+            )?,
+            key_requests: registrar.counters(
+                "tandem_gateway_key_requests_total",
+                "Answers by the name of the key that asked",
+                &["key", "result"],
+            )?,
             connections_refused: registrar
                 .counter("tandem_gateway_connections_refused_total", "Client connections beyond --max-connections")?,
             heads_refused: registrar.counters(
@@ -44,6 +70,44 @@ impl DoorMetrics {
     pub fn answered(&self, method: &'static str, path: &'static str, status: u16, code: &str, seconds: f64) {
         self.responses.with_label_values(&[status.to_string().as_str(), code]).inc();
         self.duration.with_label_values(&[method, path]).observe(seconds);
+    }
+
+    /// Connections and requests as they are now.
+    pub fn look_at(&self, connections: usize, running: usize, waiting: usize) {
+        self.connections.set(connections as i64);
+        self.running.set(running as i64);
+        self.waiting.set(waiting as i64);
+    }
+
+    pub fn admitted(&self, class: Class, wait: Duration, allowed: bool) {
+        let class = match class {
+            Class::Low => "low",
+            Class::Normal => "normal",
+            Class::High => "high",
+        };
+        self.queue_wait.with_label_values(&[class]).observe(wait.as_secs_f64());
+        if allowed {
+            self.rate_limits.with_label_values(&["allowed"]).inc();
+        } else {
+            self.shed();
+        }
+    }
+
+    /// A request with a prompt was sent away, since there are too many.
+    pub fn shed(&self) {
+        self.rate_limits.with_label_values(&["rejected"]).inc();
+    }
+
+    /// `key` is a configured name.
+    pub fn answered_key(&self, key: &str, status: u16) {
+        let result = match status {
+            429 => "limited",
+            499 => "client_gone",
+            400..=498 => "client_error",
+            500.. => "error",
+            _ => "ok",
+        };
+        self.key_requests.with_label_values(&[key, result]).inc();
     }
 
     /// `code` is one of the few that refuse a head.

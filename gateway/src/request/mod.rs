@@ -87,6 +87,11 @@ impl Scanned {
         self.string(Field::Rid)
     }
 
+    /// SGLang's field: higher is more urgent. `None` also for what is no number.
+    pub fn priority(&self) -> Option<i64> {
+        self.raw(Field::Priority)?.parse().ok()
+    }
+
     /// The whole prompt as one text, for policies that compare the beginnings of prompts. Made anew with each call.
     pub fn routing_text(&self) -> Cow<'_, str> {
         text::of(self)
