@@ -16,20 +16,26 @@ use crate::stream::{Answer, Expected, Meaning};
 const TIDY_WAIT: Duration = Duration::from_secs(1);
 
 /// Reads a leg whose answer is complete to its framing's end and keeps the connection, if that comes soon.
-pub fn tidy(leg: Leg) {
-    let mut rest = Box::pin(to_its_end(leg));
+pub fn tidy(mut leg: Leg) {
     // Mostly all of it is there already.
-    if tokio::task::unconstrained(rest.as_mut()).now_or_never().is_none() {
-        tokio::spawn(timeout(TIDY_WAIT, rest));
+    match tokio::task::unconstrained(ends(&mut leg)).now_or_never() {
+        Some(true) => leg.release(),
+        Some(false) => {}
+        None => drop(tokio::spawn(async move {
+            if timeout(TIDY_WAIT, ends(&mut leg)).await == Ok(true) {
+                leg.release();
+            }
+        })),
     }
 }
 
-async fn to_its_end(mut leg: Leg) {
+/// Reads to the end; false where there is none.
+async fn ends(leg: &mut Leg) -> bool {
     loop {
         match leg.next().await {
             LegEvent::Head(_) | LegEvent::Data(_) => {}
-            LegEvent::End { .. } => return leg.release(),
-            LegEvent::Broken(_) => return,
+            LegEvent::End { .. } => return true,
+            LegEvent::Broken(_) => return false,
         }
     }
 }
