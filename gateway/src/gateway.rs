@@ -9,6 +9,8 @@ use tokio::sync::Notify;
 use crate::config::Config;
 use crate::door::Door;
 use crate::error::StartError;
+use crate::exchange::aborts::Aborts;
+use crate::exchange::engines::Engines;
 use crate::exchange::retry::Budget;
 use crate::fleet::Fleet;
 use crate::fleet::probe::Prober;
@@ -20,6 +22,8 @@ pub struct Gateway {
     config: ArcSwap<Config>,
     pub fleet: Arc<Fleet>,
     pub connector: Connector,
+    pub aborts: Aborts,
+    pub engines: Engines,
     /// What all requests together may be tried again.
     pub retry_budget: Budget,
     pub prober: Arc<Prober>,
@@ -39,6 +43,8 @@ impl Gateway {
         let fleet = Arc::new(Fleet::new(&config));
         Ok(Gateway {
             connector: Connector::new(),
+            aborts: Aborts::default(),
+            engines: Engines::new()?,
             retry_budget: Budget::default(),
             prober: Arc::new(Prober::new(fleet.clone(), &config)?),
             metrics: Metrics::new()?,

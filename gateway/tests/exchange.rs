@@ -598,15 +598,8 @@ async fn malformed_requests_are_told_what_is_wrong() {
         ("/v1/chat/completions", "[]", 400, "invalid_json", Value::Null),
         ("/v1/chat/completions", "", 400, "invalid_json", Value::Null),
         ("/v1/chat/completions", r#"{"n":"x"}"#, 400, "invalid_field", json!("n")),
-        ("/v1/completions", r#"{"prompt":"a","echo":true,"logprobs":1}"#, 400, "unsupported_with_pd", json!("echo")),
+        ("/v1/chat/completions", r#"{"prompt_logprobs":1}"#, 400, "unsupported_with_pd", json!("prompt_logprobs")),
         ("/v1/embeddings", r#"{"input":"a"}"#, 501, "unsupported_with_pd", Value::Null),
-        (
-            "/generate",
-            r#"{"return_logprob":true,"logprob_start_len":0}"#,
-            400,
-            "unsupported_with_pd",
-            json!("logprob_start_len"),
-        ),
         ("/v1/nothing", "{}", 404, "not_found", Value::Null),
         ("/health", "{}", 405, "method_not_allowed", Value::Null),
     ] {

@@ -48,7 +48,7 @@ pub enum Order {
 }
 
 /// The picked pair, as far as bodies tell of it.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Pairing<'a> {
     /// P's host, an IPv6 address in brackets, and its bootstrap port where known.
     pub bootstrap_host: &'a str,
@@ -117,6 +117,16 @@ impl Backend {
             Backend::VllmNixl => Order::PrefillFirst,
             Backend::VllmMooncake => Order::Parallel,
         }
+    }
+
+    /// Its workers take `POST /abort_request` with the request's `rid`.
+    pub fn aborts_by_rid(self) -> bool {
+        matches!(self, Backend::Tandem | Backend::Sglang)
+    }
+
+    /// Bodies name the engine of P's rank, see [`engine_ids`].
+    pub fn needs_engine_id(self) -> bool {
+        self == Backend::VllmMooncake
     }
 
     /// The bodies of an attempt. Fails where something is missing that the pair needs to find each other.

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::backend::Backend;
 use crate::config::security::Secret;
 use crate::config::words::{switch, word, words};
 use crate::error::StartError;
@@ -19,6 +20,10 @@ pub struct FleetArgs {
     #[arg(long)]
     #[serde(default, skip_serializing_if = "std::ops::Not::not", deserialize_with = "switch")]
     pub pd_disaggregation: bool,
+    /// Whose prefill and decode workers these are, which decides what is sent to them [default: tandem].
+    #[arg(long, value_enum, value_name = "KIND")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pd_backend: Option<Backend>,
     /// A prefill worker and its bootstrap port; without a port the worker is asked for it. Repeatable.
     #[arg(long, value_names = ["URL", "BOOTSTRAP_PORT"], num_args = 1..=2, action = clap::ArgAction::Append)]
     #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "words")]
@@ -182,6 +187,7 @@ impl WorkerSpec {
 #[derive(Clone, Debug)]
 pub struct FleetConfig {
     pub workers: Vec<WorkerSpec>,
+    pub backend: Backend,
     pub dp_aware: bool,
     /// `None` is a request's whole time.
     pub drain: Option<Duration>,
@@ -211,6 +217,7 @@ impl FleetArgs {
         }
         Ok(FleetConfig {
             workers,
+            backend: self.pd_backend.unwrap_or_default(),
             dp_aware: self.dp_aware,
             drain: self
                 .worker_drain_timeout_secs

@@ -26,7 +26,6 @@ use pingora::server::ShutdownWatch;
 use tokio::time::{timeout, timeout_at};
 
 use crate::admin;
-use crate::backend::Backend;
 use crate::config::{Class, Config};
 use crate::door::admission::Admission;
 use crate::door::clients::Clients;
@@ -500,15 +499,7 @@ fn checked(
     }
     let pool = gateway.fleet.snapshot().pool(model.as_deref())?.clone();
     if pool.is_split() {
-        Backend::default().check(&scanned)?;
-    }
-    if let Some(field) = scanned.prompt_logprobs.filter(|_| pool.is_split()) {
-        let asks = if field == "echo" { "the prompt as part of the answer" } else { "logprobs of the prompt" };
-        let what = format!(
-            "`{field}` asks for {asks}, which this gateway does not serve with prefill and decode on separate workers; \
-             leave it out, or use a plain worker"
-        );
-        return Err(Failure::client(400, "unsupported_with_pd", what).at(field));
+        config.fleet.backend.check(&scanned)?;
     }
     let mut headers = session.req_header().headers.clone();
     if caller.key.is_some() {

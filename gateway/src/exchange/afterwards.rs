@@ -30,7 +30,7 @@ pub fn tidy(mut leg: Leg) {
 }
 
 /// Reads to the end; false where there is none.
-async fn ends(leg: &mut Leg) -> bool {
+pub async fn ends(leg: &mut Leg) -> bool {
     loop {
         match leg.next().await {
             LegEvent::Head(_) | LegEvent::Data(_) => {}

@@ -10,6 +10,7 @@ use http::HeaderMap;
 use pingora::protocols::http::ServerSession;
 use tokio::time::{sleep_until, timeout};
 
+use crate::backend::Backend;
 use crate::config::Config;
 use crate::door::reply::{self, Done};
 use crate::error::{Failure, Retry};
@@ -37,6 +38,11 @@ pub struct Request {
 }
 
 impl Request {
+    /// A pool that is not split now needs no handoff, whoever its workers are.
+    pub fn backend(&self) -> Backend {
+        if self.pool.is_split() { self.config.fleet.backend } else { Backend::Plain }
+    }
+
     pub fn expected(&self) -> Expected {
         Expected { endpoint: self.endpoint, samples: self.scanned.samples.count() }
     }

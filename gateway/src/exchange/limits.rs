@@ -82,6 +82,8 @@ pub struct Clock {
     last_piece: Instant,
     verdict_at: Option<Instant>,
     write_since: Option<Instant>,
+    /// D is not read, since it waits for P.
+    held: bool,
     over: Option<Over>,
 }
 
@@ -102,6 +104,7 @@ impl Clock {
             last_piece: now,
             verdict_at: None,
             write_since: None,
+            held: false,
             over: None,
         }
     }
@@ -117,6 +120,12 @@ impl Clock {
 
     pub fn await_verdict(&mut self, now: Instant) {
         self.verdict_at = Some(now + self.limits.verdict);
+    }
+
+    /// D waits for P, or goes on: meanwhile its silence is not its own.
+    pub fn hold(&mut self, held: bool, now: Instant) {
+        self.held = held;
+        self.last_piece = now;
     }
 
     pub fn write_begins(&mut self, now: Instant) {
@@ -150,8 +159,8 @@ impl Clock {
             write,
             prefill.then(|| (self.arrived + limits.prefill, Deadline::Prefill)),
             (self.streams && !self.token_seen).then(|| (self.arrived + limits.first_token, Deadline::FirstToken)),
-            // While the client takes a piece nothing is read from D.
-            (self.streams && self.token_seen && write.is_none())
+            // While the client takes a piece, or P is waited for, nothing is read from D.
+            (self.streams && self.token_seen && write.is_none() && !self.held)
                 .then(|| (self.last_piece + limits.silence, Deadline::Silence)),
             self.verdict_at.map(|at| (at, Deadline::Verdict)),
         ];
@@ -231,6 +240,9 @@ mod tests {
         assert_eq!(clock.next(false), (at(100), Deadline::Whole), "a slow client is not D's silence");
         clock.write_ended(at(60));
         assert_eq!(clock.next(false), (at(70), Deadline::Silence));
+        clock.hold(true, at(60));
+        assert_eq!(clock.next(false), (at(100), Deadline::Whole), "nor is a slow prefill");
+        clock.hold(false, at(60));
         clock.await_verdict(at(61));
         assert_eq!(clock.next(true).1, Deadline::Prefill);
         assert_eq!(clock.next(false), (at(61) + MS(5), Deadline::Verdict));

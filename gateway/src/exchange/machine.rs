@@ -15,23 +15,13 @@
 //! Once D has shown a token of the only sample it has committed: a later failure of P changes nothing for the client
 //! and is only counted, unless the answer needs P's part. `Over` absorbs everything (H7).
 
+use crate::backend::Order;
 use crate::error::{Blame, Failure, Retry, Side};
-
-/// Which legs an exchange has, and when the second begins.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Legs {
-    /// A plain worker's exchange: the decode leg alone.
-    One,
-    /// Both at once.
-    Parallel,
-    /// The decode leg begins when the prefill leg ended well.
-    PrefillFirst,
-}
 
 /// What is fixed about an exchange when it starts.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
-    pub legs: Legs,
+    pub order: Order,
     pub samples: usize,
     /// The answer is incomplete without something that only P can tell.
     pub needs_prefill: bool,
@@ -141,11 +131,11 @@ pub struct Exchange {
 
 impl Exchange {
     pub fn new(plan: Plan) -> Self {
-        let state = match plan.legs {
-            Legs::PrefillFirst => State::Prefilling,
-            Legs::One | Legs::Parallel => State::Running,
+        let state = match plan.order {
+            Order::PrefillFirst => State::Prefilling,
+            Order::DecodeOnly | Order::Parallel => State::Running,
         };
-        Exchange { plan, state, prefill_running: plan.legs != Legs::One, committed: false, opened: false }
+        Exchange { plan, state, prefill_running: plan.order != Order::DecodeOnly, committed: false, opened: false }
     }
 
     /// P's leg is one that the outcome may still depend on.
@@ -277,16 +267,16 @@ fn may_be_prefills_fault(failure: &Failure) -> bool {
 mod tests {
     use super::*;
 
-    const LEGS: [Legs; 3] = [Legs::One, Legs::Parallel, Legs::PrefillFirst];
+    const ORDERS: [Order; 3] = [Order::DecodeOnly, Order::Parallel, Order::PrefillFirst];
     const STREAMED: Fact = Fact::DecodeEnded { streamed: true };
     const WHOLE: Fact = Fact::DecodeEnded { streamed: false };
 
-    fn with(legs: Legs) -> Exchange {
-        Exchange::new(Plan { legs, samples: 1, needs_prefill: false })
+    fn with(order: Order) -> Exchange {
+        Exchange::new(Plan { order, samples: 1, needs_prefill: false })
     }
 
     fn split() -> Exchange {
-        with(Legs::Parallel)
+        with(Order::Parallel)
     }
 
     fn broken(side: Side) -> Failure {
@@ -388,7 +378,7 @@ mod tests {
     fn a_late_failure_of_p_ends_a_request_of_several_samples_and_one_that_needs_p() {
         let p = broken(Side::Prefill);
         for (samples, needs_prefill) in [(2, false), (1, true)] {
-            let x = Exchange::new(Plan { legs: Legs::Parallel, samples, needs_prefill });
+            let x = Exchange::new(Plan { order: Order::Parallel, samples, needs_prefill });
             let actions = last(x, &[Fact::DecodeToken, Fact::AnswerOpened, Fact::PrefillFailed(p.clone())]);
             assert_eq!(actions, [Action::Cancel(Side::Decode), Action::BreakOff(p.clone())]);
         }
@@ -396,14 +386,14 @@ mod tests {
 
     #[test]
     fn one_leg_knows_no_prefill() {
-        assert_eq!(last(with(Legs::One), &[Fact::DecodeFailed(reported())]), [Action::Answer(reported())]);
-        assert_eq!(last(with(Legs::One), &[WHOLE]), [Action::Finish]);
+        assert_eq!(last(with(Order::DecodeOnly), &[Fact::DecodeFailed(reported())]), [Action::Answer(reported())]);
+        assert_eq!(last(with(Order::DecodeOnly), &[WHOLE]), [Action::Finish]);
     }
 
     #[test]
     fn prefill_first_sends_decode_once_and_only_after_prefill() {
         let p = broken(Side::Prefill);
-        let x = || with(Legs::PrefillFirst);
+        let x = || with(Order::PrefillFirst);
         assert_eq!(last(x(), &[Fact::PrefillEnded]), [Action::SendDecode]);
         assert_eq!(last(x(), &[Fact::PrefillFailed(p.clone())]).last(), Some(&Action::Answer(p)));
         assert_eq!(last(x(), &[Fact::PrefillEnded, WHOLE]), [Action::Finish], "P's word is known");
@@ -442,10 +432,10 @@ mod tests {
     #[test]
     fn every_order_of_facts_has_at_most_one_outcome() {
         let facts = facts();
-        for (legs, samples, needs_prefill) in
-            LEGS.into_iter().flat_map(|l| [(l, 1, false), (l, 2, false), (l, 1, true)])
+        for (order, samples, needs_prefill) in
+            ORDERS.into_iter().flat_map(|l| [(l, 1, false), (l, 2, false), (l, 1, true)])
         {
-            let mut walk = vec![(Exchange::new(Plan { legs, samples, needs_prefill }), 0, 0)];
+            let mut walk = vec![(Exchange::new(Plan { order, samples, needs_prefill }), 0, 0)];
             while let Some((x, depth, outcomes)) = walk.pop() {
                 for fact in &facts {
                     let mut x = x.clone();
@@ -468,10 +458,10 @@ mod tests {
     #[test]
     fn outcomes_fit_what_was_sent() {
         let facts = facts();
-        for legs in LEGS {
+        for order in ORDERS {
             for code in 0..facts.len().pow(4) {
-                let mut x = with(legs);
-                let (mut opened, mut p_over) = (false, legs == Legs::One);
+                let mut x = with(order);
+                let (mut opened, mut p_over) = (false, order == Order::DecodeOnly);
                 for step in 0..4 {
                     let fact = facts[code / facts.len().pow(step) % facts.len()].clone();
                     let was_over = x.is_over();

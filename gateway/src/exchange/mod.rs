@@ -1,8 +1,10 @@
 //! Carrying one request through: what is sent to whom, and what to do about each thing that happens.
 
+pub mod aborts;
 mod afterwards;
 mod client;
 pub mod drive;
+pub mod engines;
 mod limits;
 mod machine;
 mod open;

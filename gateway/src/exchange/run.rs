@@ -17,19 +17,21 @@ use pingora::http::ResponseHeader;
 use pingora::protocols::http::ServerSession;
 use tokio::time::{Sleep, sleep_until, timeout};
 
+use crate::backend::Order;
 use crate::door::reply::{Done, REQUEST_ID};
 use crate::error::{Failure, Side};
+use crate::exchange::afterwards;
 use crate::exchange::client::{self, Outgoing};
 use crate::exchange::drive::{self, Request};
 use crate::exchange::limits::{Clock, Limits};
 use crate::exchange::machine::{Action, Deadline, Exchange, Fact, Plan};
-use crate::exchange::{afterwards, open};
+use crate::exchange::open::{Legs, Opener};
 use crate::fleet::{Outcome, Picked, Worker};
 use crate::gateway::Gateway;
 use crate::leg::http1::ResponseHead;
-use crate::leg::{Leg, LegEvent};
+use crate::leg::{ConnectLimits, Leg, LegEvent};
 use crate::pair::WorkerId;
-use crate::stream::{Answer, Meaning};
+use crate::stream::{Answer, Meaning, Merge, PrefillAnswer, Step};
 
 /// How long a client may take for the event that tells it of a failure.
 const LAST_WORDS: Duration = Duration::from_secs(5);
@@ -54,6 +56,7 @@ enum Ending {
 enum Wake {
     Prefill(LegEvent),
     Decode(LegEvent),
+    DecodeOpened(Result<Leg, Failure>),
     ClientGone,
     Deadline(Deadline),
     GatewayStops,
@@ -70,8 +73,15 @@ pub struct Run<'a> {
     prefill_worker: Option<Arc<Worker>>,
     prefill: Option<Leg>,
     prefill_answer: Option<Answer>,
+    /// What of P's answer belongs into D's.
+    merge: Merge,
+    /// P's answer, as far as D's needs it, until D's is there.
+    part: Option<PrefillAnswer>,
     decode_worker: Arc<Worker>,
     decode: Option<Leg>,
+    /// D, while P goes first.
+    decode_next: Option<DecodeNext>,
+    opening: Option<Pin<Box<dyn Future<Output = Result<Leg, Failure>> + Send + 'a>>>,
     decode_answer: Option<Answer>,
     decode_head: Option<Box<ResponseHead>>,
     /// Status of the head that goes before the first piece.
@@ -90,6 +100,12 @@ pub struct Run<'a> {
     culprit: Option<WorkerId>,
 }
 
+/// The decode worker that was picked, for when the prefill leg ended.
+struct DecodeNext {
+    picked: Picked,
+    fresh: bool,
+}
+
 /// What an attempt waits for besides its legs and its client.
 struct Waits<'a, S> {
     timer: Pin<&'a mut Sleep>,
@@ -97,19 +113,34 @@ struct Waits<'a, S> {
 }
 
 impl<'a> Run<'a> {
-    pub fn new(gateway: &'a Gateway, request: &'a Request, limits: Limits, legs: open::Legs) -> Self {
-        let plan = Plan { legs: legs.order, samples: request.scanned.samples.count(), needs_prefill: false };
+    pub fn new(gateway: &'a Gateway, request: &'a Request, limits: Limits, legs: Legs) -> Self {
+        let merge = request.backend().merge(&request.scanned);
+        let (order, prefill, decode, decode_next) = match legs {
+            Legs::One(decode) => (Order::DecodeOnly, None, Some(decode), None),
+            Legs::Both(prefill, decode) => (Order::Parallel, Some(prefill), Some(decode), None),
+            Legs::PrefillFirst { prefill, decode, fresh } => {
+                (Order::PrefillFirst, Some(prefill), None, Some(DecodeNext { picked: decode, fresh }))
+            }
+        };
+        let samples = request.scanned.samples.count();
+        let plan = Plan { order, samples, needs_prefill: merge.prompt_logprobs.is_some() };
+        let decode_worker = decode.as_ref().map(|leg| leg.worker().clone());
+        let decode_worker = decode_worker.or_else(|| decode_next.as_ref().map(|next| next.picked.worker.clone()));
         Run {
             gateway,
             request,
             machine: Exchange::new(plan),
             clock: Clock::new(limits, request.arrived, request.scanned.stream, Instant::now()),
             prefill_until: request.arrived + limits.prefill,
-            prefill_worker: legs.prefill.as_ref().map(|leg| leg.worker().clone()),
-            prefill: legs.prefill,
+            prefill_worker: prefill.as_ref().map(|leg| leg.worker().clone()),
+            prefill,
             prefill_answer: None,
-            decode_worker: legs.decode.worker().clone(),
-            decode: Some(legs.decode),
+            merge,
+            part: None,
+            decode_worker: decode_worker.expect("each order has a decode worker"),
+            decode,
+            decode_next,
+            opening: None,
             decode_answer: None,
             decode_head: None,
             opened: None,
@@ -163,7 +194,12 @@ impl<'a> Run<'a> {
         if client::poll_gone(session, cx).is_ready() {
             return Poll::Ready(Wake::ClientGone);
         }
+        if let Some(opening) = &mut self.opening {
+            return opening.as_mut().poll(cx).map(Wake::DecodeOpened);
+        }
+        let waits = self.decode_answer.as_ref().is_some_and(Answer::waits_for_prefill);
         match &mut self.decode {
+            Some(leg) if waits => leg.poll_cut(cx).map(Wake::Decode),
             Some(leg) => leg.poll_next(cx).map(Wake::Decode),
             None => Poll::Pending,
         }
@@ -226,6 +262,16 @@ impl<'a> Run<'a> {
         match wake {
             Wake::Prefill(event) => self.on_prefill(event),
             Wake::Decode(event) => self.on_decode(event),
+            Wake::DecodeOpened(opened) => {
+                self.opening = None;
+                match opened {
+                    Ok(leg) => {
+                        self.decode_worker = leg.worker().clone();
+                        self.decode = Some(leg);
+                    }
+                    Err(failure) => self.decode_failed(failure),
+                }
+            }
             Wake::ClientGone => self.on(Fact::ClientGone),
             Wake::GatewayStops => self.on(Fact::GatewayStops),
             Wake::Deadline(deadline) => {
@@ -259,7 +305,8 @@ impl<'a> Run<'a> {
         let meaning = match event {
             LegEvent::Head(head) => {
                 let worker = self.prefill_worker.as_ref().map_or("", |worker| worker.url());
-                self.prefill_answer = Some(Answer::new(Side::Prefill, worker, &head, self.request.expected()));
+                let answer = Answer::new(Side::Prefill, worker, &head, self.request.expected());
+                self.prefill_answer = Some(if self.needs_part() { answer.keeping() } else { answer });
                 return;
             }
             LegEvent::Data(data) => self.prefill_answer.as_mut().map(|answer| answer.push(data).meaning),
@@ -272,13 +319,17 @@ impl<'a> Run<'a> {
                 if let Some(leg) = self.prefill.take() {
                     afterwards::tidy(leg);
                 }
+                let needs_part = self.needs_part();
+                self.part = self.prefill_answer.as_mut().filter(|_| needs_part).map(Answer::take_prefill);
                 self.on(Fact::PrefillEnded);
+                self.hand_part_over();
             }
             Some(Meaning::Failed(failure)) => {
                 let failure = of_worker(failure, self.prefill_worker.as_ref());
                 self.gateway.metrics.exchange.leg_failed(Side::Prefill, &failure);
                 report(&self.prefill, Outcome::of(&failure));
                 self.culprit = self.prefill_worker.as_ref().map(|worker| worker.id());
+                self.forget_engine();
                 self.accused = None;
                 self.prefill = None;
                 self.on(Fact::PrefillFailed(failure));
@@ -287,20 +338,42 @@ impl<'a> Run<'a> {
         }
     }
 
+    /// D's answer, or its body, is made with P's.
+    fn needs_part(&self) -> bool {
+        self.merge != Merge::default() || self.decode_next.is_some()
+    }
+
+    /// What waited for P's answer goes on.
+    fn hand_part_over(&mut self) {
+        let Some(answer) = self.decode_answer.as_mut().filter(|_| self.part.is_some()) else { return };
+        let step = answer.prefill(self.part.take().unwrap_or_default());
+        self.clock.hold(false, Instant::now());
+        self.on_step(step);
+    }
+
     fn on_decode(&mut self, event: LegEvent) {
         self.clock.piece(Instant::now());
         let step = match event {
             LegEvent::Head(head) => {
                 let expected = self.request.expected();
-                self.decode_answer = Some(Answer::new(Side::Decode, self.decode_worker.url(), &head, expected));
+                let answer = Answer::new(Side::Decode, self.decode_worker.url(), &head, expected);
+                self.decode_answer = Some(answer.merging(self.merge));
                 self.decode_head = Some(Box::new(head));
-                return;
+                return self.hand_part_over();
             }
             LegEvent::Data(data) => self.decode_answer.as_mut().map(|answer| answer.push(data)),
             LegEvent::End { clean } => self.decode_answer.as_mut().map(|answer| answer.end(clean)),
             LegEvent::Broken(failure) => return self.decode_failed(failure),
         };
-        let Some(step) = step else { return };
+        if let Some(step) = step {
+            self.on_step(step);
+        }
+        if self.decode_answer.as_ref().is_some_and(Answer::waits_for_prefill) {
+            self.clock.hold(true, Instant::now());
+        }
+    }
+
+    fn on_step(&mut self, step: Step) {
         match step.meaning {
             Meaning::Complete => {
                 report(&self.decode, Outcome::Good);
@@ -322,17 +395,25 @@ impl<'a> Run<'a> {
         }
     }
 
+    /// D may have looked for an engine that is gone.
+    fn forget_engine(&self) {
+        if let Some(worker) = self.prefill_worker.as_ref().filter(|_| self.request.backend().needs_engine_id()) {
+            self.gateway.engines.forget(worker.id());
+        }
+    }
+
     fn decode_failed(&mut self, failure: Failure) {
         let failure = of_worker(failure, Some(&self.decode_worker));
         self.gateway.metrics.exchange.leg_failed(Side::Decode, &failure);
         self.culprit = Some(self.decode_worker.id());
+        self.forget_engine();
         self.accused = self.decode.take().map(|leg| (leg.into_picked(), Outcome::of(&failure)));
         self.on(Fact::DecodeFailed(failure));
     }
 
     /// A piece that is not the last.
     fn send(&mut self, piece: Bytes) {
-        if piece.is_empty() {
+        if piece.is_empty() || self.machine.is_over() {
             return;
         }
         self.out = Some(Outgoing { head: None, piece, last: false });
@@ -354,9 +435,17 @@ impl<'a> Run<'a> {
 
     fn act(&mut self, action: Action) {
         match action {
-            Action::Cancel(Side::Prefill) => self.prefill = None,
-            Action::Cancel(Side::Decode) => self.decode = None,
-            Action::SendDecode => {}
+            Action::Cancel(Side::Prefill) => {
+                let leg = self.prefill.take();
+                self.abort(leg);
+            }
+            Action::Cancel(Side::Decode) => {
+                let leg = self.decode.take();
+                self.abort(leg);
+                self.decode_next = None;
+                self.opening = None;
+            }
+            Action::SendDecode => self.send_decode(),
             Action::DetachPrefill => {
                 if let Some(leg) = self.prefill.take() {
                     let (answer, expected) = (self.prefill_answer.take(), self.request.expected());
@@ -368,6 +457,9 @@ impl<'a> Run<'a> {
                 let worker = failure.detail.as_deref();
                 tracing::warn!(failure = failure.message, worker, "prefill failed after decode had committed");
                 self.gateway.metrics.exchange.late_prefill_failures.inc();
+                // D's answer leaves without P's part.
+                self.part = Some(PrefillAnswer::default());
+                self.hand_part_over();
             }
             Action::Finish => {
                 if let Some(leg) = self.decode.take() {
@@ -384,10 +476,31 @@ impl<'a> Run<'a> {
         }
     }
 
+    /// Closes a leg that its worker still works at.
+    fn abort(&self, leg: Option<Leg>) {
+        let Some(worker) = leg.map(|leg| leg.worker().clone()) else { return };
+        if self.request.config.fleet.backend.aborts_by_rid()
+            && let Some(rid) = self.request.scanned.rid()
+        {
+            let limits = ConnectLimits::of(&self.request.config.deadlines);
+            self.gateway.aborts.send(&self.gateway.connector, &worker, &rid, limits);
+        }
+    }
+
+    /// P ended: D's body can be made of its answer.
+    fn send_decode(&mut self) {
+        let Some(DecodeNext { picked, fresh }) = self.decode_next.take() else { return };
+        let part = self.part.get_or_insert_default();
+        let body = self.request.backend().decode_after(&self.request.scanned, part);
+        let opener = Opener::new(self.gateway, self.request);
+        self.opening = Some(Box::pin(opener.open_decode(picked, body, fresh)));
+    }
+
     /// Both connections are closed before the client hears of it.
     fn fail(&mut self, ending: Ending) {
         self.prefill = None;
         self.decode = None;
+        self.opening = None;
         if let Some((picked, outcome)) = self.accused.take() {
             picked.report(outcome);
         }
@@ -402,23 +515,11 @@ impl<'a> Run<'a> {
             Ending::Answer(failure) => drive::answer(session, self.request, &failure).await,
             Ending::BreakOff(failure) => {
                 drive::log(self.request, &failure);
-                self.break_off(session, &failure).await
+                let events = self.decode_head.as_ref().is_some_and(|head| head.is_event_stream());
+                break_off(session, self.opened.unwrap_or(200), events, &failure).await
             }
             Ending::StartOver(failure) => return End::StartOver(failure, self.culprit),
         })
-    }
-
-    /// Bytes were sent already: a stream of events ends with one that tells what happened, anything else by a cut
-    /// connection, which a client sees as an incomplete body.
-    async fn break_off(&self, session: &mut ServerSession, failure: &Failure) -> Done {
-        let events = self.decode_head.as_ref().is_some_and(|head| head.is_event_stream());
-        let status = self.opened.unwrap_or(200);
-        if !events {
-            return Done::broken(status, failure.code);
-        }
-        let event = Outgoing { head: None, piece: failure.event(), last: true };
-        let said = timeout(LAST_WORDS, client::write(session, event)).await;
-        Done { status, code: failure.code, whole: said == Ok(true) }
     }
 
     /// The first piece brings D's status and headers along; the framing is ours: a length, chunks, or for HTTP/1.0, which
@@ -448,6 +549,17 @@ impl<'a> Run<'a> {
         framed.expect("both are headers");
         Outgoing { head: Some(Box::new(head)), ..out }
     }
+}
+
+/// Bytes were sent already: a stream of events ends with one that tells what happened, anything else by a cut connection,
+/// which a client sees as an incomplete body.
+async fn break_off(session: &mut ServerSession, status: u16, events: bool, failure: &Failure) -> Done {
+    if !events {
+        return Done::broken(status, failure.code);
+    }
+    let event = Outgoing { head: None, piece: failure.event(), last: true };
+    let said = timeout(LAST_WORDS, client::write(session, event)).await;
+    Done { status, code: failure.code, whole: said == Ok(true) }
 }
 
 fn report(leg: &Option<Leg>, outcome: Outcome) {

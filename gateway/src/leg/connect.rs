@@ -9,7 +9,7 @@ use pingora::connectors::TransportConnector;
 use pingora::protocols::Stream;
 use pingora::upstreams::peer::HttpPeer;
 
-use crate::config::ip_of;
+use crate::config::{Deadlines, ip_of};
 use crate::fleet::Worker;
 
 /// A connection ready for a request.
@@ -103,6 +103,12 @@ impl Connector {
 pub struct ConnectLimits {
     pub connect: Duration,
     pub idle: Duration,
+}
+
+impl ConnectLimits {
+    pub fn of(deadlines: &Deadlines) -> Self {
+        ConnectLimits { connect: deadlines.connect, idle: deadlines.pool_idle }
+    }
 }
 
 /// Why no connection was made, without addresses.

@@ -29,15 +29,30 @@ fn is_forwarded(name: &HeaderName) -> bool {
     ) || name.as_str().starts_with("x-request-id-")
 }
 
+/// What a leg's head says beside what the client said.
+#[derive(Clone, Debug, Default)]
+pub struct Beside<'a> {
+    /// The worker's own key, instead of the client's.
+    pub api_key: Option<&'a str>,
+    pub header: Option<(HeaderName, HeaderValue)>,
+}
+
 /// The head of a leg's request: a fresh one, with the gateway's own length and only allowed headers of the client.
-pub fn request_head(path: &str, authority: &str, client: &HeaderMap, body_bytes: usize) -> Bytes {
-    let mut head = BytesMut::with_capacity(256);
+pub fn request_head(path: &str, authority: &str, client: &HeaderMap, beside: &Beside, body_bytes: usize) -> Bytes {
+    let mut head = BytesMut::with_capacity(512);
     for part in ["POST ", path, " HTTP/1.1\r\nhost: ", authority] {
         head.extend_from_slice(part.as_bytes());
     }
+    if let Some(key) = beside.api_key {
+        for part in ["\r\nauthorization: Bearer ", key] {
+            head.extend_from_slice(part.as_bytes());
+        }
+    }
     let framing = format!("\r\ncontent-type: application/json\r\ncontent-length: {body_bytes}\r\n");
     head.extend_from_slice(framing.as_bytes());
-    for (name, value) in client.iter().filter(|(name, _)| is_forwarded(name)) {
+    let replaced = |name: &HeaderName| beside.api_key.is_some() && *name == http::header::AUTHORIZATION;
+    let forwarded = client.iter().filter(|(name, _)| is_forwarded(name) && !replaced(name));
+    for (name, value) in forwarded.chain(beside.header.iter().map(|(name, value)| (name, value))) {
         for part in [name.as_str().as_bytes(), b": ", value.as_bytes(), b"\r\n"] {
             head.extend_from_slice(part);
         }
@@ -277,11 +292,17 @@ mod tests {
         for (name, value) in [("authorization", "Bearer k"), ("cookie", "c"), ("host", "x"), ("x-request-id", "r")] {
             client.insert(name, value.parse().unwrap());
         }
-        let head = request_head("/generate", "[::1]:80", &client, 12);
+        let head = request_head("/generate", "[::1]:80", &client, &Beside::default(), 12);
         let text = std::str::from_utf8(&head).unwrap();
         assert!(text.starts_with("POST /generate HTTP/1.1\r\nhost: [::1]:80\r\n"), "{text}");
         assert!(text.contains("content-length: 12\r\n") && text.contains("authorization: Bearer k\r\n"));
         assert!(text.contains("x-request-id: r\r\n") && !text.contains("cookie") && text.ends_with("\r\n\r\n"));
+        let header = (HeaderName::from_static("x-data-parallel-rank"), HeaderValue::from(3));
+        let beside = Beside { api_key: Some("workers-own"), header: Some(header) };
+        let head = request_head("/generate", "h:80", &client, &beside, 0);
+        let text = std::str::from_utf8(&head).unwrap();
+        assert!(text.contains("authorization: Bearer workers-own\r\n") && !text.contains("Bearer k"), "{text}");
+        assert!(text.contains("x-data-parallel-rank: 3\r\n"), "{text}");
     }
 
     #[test]

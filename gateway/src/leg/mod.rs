@@ -65,7 +65,7 @@ pub struct Leg {
     keep_alive: bool,
     idle_max: Duration,
     /// Ends once the worker's open legs must: it is silent, or was removed and had its time.
-    cut: Pin<Box<dyn Future<Output = Failure> + Send + Sync>>,
+    cut: Pin<Box<dyn Future<Output = Failure> + Send>>,
 }
 
 impl Leg {
