@@ -15,6 +15,7 @@ use crate::exchange::retry::Budget;
 use crate::fleet::Fleet;
 use crate::fleet::probe::Prober;
 use crate::leg::Connector;
+use crate::leg::tls::PeerTls;
 use crate::metrics::Metrics;
 
 pub struct Gateway {
@@ -41,12 +42,13 @@ pub struct Gateway {
 impl Gateway {
     pub fn new(config: Config) -> Result<Self, StartError> {
         let fleet = Arc::new(Fleet::new(&config));
+        let tls = PeerTls::load(&config.security.workers)?;
         Ok(Gateway {
-            connector: Connector::new(),
+            connector: Connector::new(tls.clone()),
             aborts: Aborts::default(),
             engines: Engines::new()?,
             retry_budget: Budget::default(),
-            prober: Arc::new(Prober::new(fleet.clone(), &config)?),
+            prober: Arc::new(Prober::new(fleet.clone(), &config, &tls)?),
             metrics: Metrics::new()?,
             door: Door::new(&config),
             draining: AtomicBool::new(false),

@@ -49,10 +49,13 @@ pub fn run(args: GatewayArgs) -> Result<(), StartError> {
     let config = args.merged()?.checked()?;
     start_logging(&config.listen.log_level)?;
     serve(config, Stop::Signals, |addresses| {
-        let Addresses { data, metrics } = &addresses;
+        let Addresses { data, metrics, tls, .. } = &addresses;
+        let scheme = if *tls { "https" } else { "http" };
         // Nobody has to read it: serving goes on.
-        let _ =
-            writeln!(std::io::stdout(), "tandem gateway listens on http://{data}, metrics on http://{metrics}/metrics");
+        let _ = writeln!(
+            std::io::stdout(),
+            "tandem gateway listens on {scheme}://{data}, metrics on http://{metrics}/metrics"
+        );
     })
 }
 

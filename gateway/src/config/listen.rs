@@ -28,6 +28,15 @@ pub struct ListenArgs {
     #[arg(long)]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prometheus_port: Option<u16>,
+    /// Address of the listener for administering [default: 127.0.0.1].
+    #[arg(long)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub admin_host: Option<String>,
+    /// Port of a listener of its own for administering, after which the data listener has none of it; 0 lets the system
+    /// choose [default: none, the data listener administers].
+    #[arg(long)]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub admin_port: Option<u16>,
     /// Threads of the data plane [default: one per CPU].
     #[arg(long)]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -68,6 +77,7 @@ pub struct ListenArgs {
 pub struct Listen {
     pub data: (String, u16),
     pub metrics: (String, u16),
+    pub admin: Option<(String, u16)>,
     pub threads: usize,
     pub address_file: Option<PathBuf>,
     pub log_level: String,
@@ -95,6 +105,7 @@ impl ListenArgs {
         Ok(Listen {
             data: (host(&self.host), self.port.unwrap_or(30000)),
             metrics: (host(&self.prometheus_host), self.prometheus_port.unwrap_or(29000)),
+            admin: self.admin_port.map(|port| (self.admin_host.clone().unwrap_or_else(|| "127.0.0.1".into()), port)),
             threads: self.threads.unwrap_or(cpus).clamp(1, 1024),
             address_file: self.address_file.clone(),
             log_level: self.log_level.clone().unwrap_or_else(|| "info".into()),

@@ -8,8 +8,10 @@ mod head;
 pub mod keys;
 pub mod reply;
 mod target;
+pub mod tls;
 mod wire;
 
+use std::future::poll_fn;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -31,10 +33,10 @@ use crate::door::admission::Admission;
 use crate::door::clients::Clients;
 use crate::door::keys::{Bucket, Key, KeyPermit, Keyring, Right, limited};
 use crate::door::reply::Done;
-use crate::door::target::{Kind, Target};
+use crate::door::target::{Kind, Surface, Target};
 use crate::door::wire::{Gauge, Wire};
 use crate::error::Failure;
-use crate::exchange::drive;
+use crate::exchange::{client, drive};
 use crate::gateway::Gateway;
 use crate::request::{self, Endpoint};
 
@@ -113,21 +115,40 @@ struct Caller {
 /// The data listener's application.
 pub struct DataApp(pub Arc<Gateway>);
 
+/// The application of the operators' listener, where they have one.
+pub struct AdminApp(pub Arc<Gateway>);
+
 /// The metrics listener's application.
 pub struct MetricsApp(pub Arc<Gateway>);
 
 #[async_trait]
 impl ServerApp for DataApp {
     async fn process_new(self: &Arc<Self>, stream: Stream, shutdown: &ShutdownWatch) -> Option<Stream> {
-        let gateway = &self.0;
-        let entry = gateway.door.clients.enter(gateway.config().listen.connections_max);
-        let Some(entry) = entry else {
-            gateway.metrics.door.connections_refused.inc();
-            return None;
-        };
-        let (connection, wire) = Connection::new(gateway.clone(), Purpose::Requests, entry.admitted, stream);
-        connection.process_new(wire, shutdown).await
+        let surface = if self.0.config().listen.admin.is_some() { Surface::Data } else { Surface::Whole };
+        serve_client(&self.0, surface, stream, shutdown).await
     }
+}
+
+#[async_trait]
+impl ServerApp for AdminApp {
+    async fn process_new(self: &Arc<Self>, stream: Stream, shutdown: &ShutdownWatch) -> Option<Stream> {
+        serve_client(&self.0, Surface::Admin, stream, shutdown).await
+    }
+}
+
+/// Serves a connection to its end, counted among all that are open.
+async fn serve_client(
+    gateway: &Arc<Gateway>,
+    surface: Surface,
+    stream: Stream,
+    shutdown: &ShutdownWatch,
+) -> Option<Stream> {
+    let Some(entry) = gateway.door.clients.enter(gateway.config().listen.connections_max) else {
+        gateway.metrics.door.connections_refused.inc();
+        return None;
+    };
+    let (connection, wire) = Connection::new(gateway.clone(), Purpose::Requests(surface), entry.admitted, stream);
+    connection.process_new(wire, shutdown).await
 }
 
 #[async_trait]
@@ -141,7 +162,7 @@ impl ServerApp for MetricsApp {
 /// What a listener is for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Purpose {
-    Requests,
+    Requests(Surface),
     Metrics,
 }
 
@@ -182,7 +203,7 @@ impl HttpServerApp for Connection {
         // All waiting has limits of ours.
         session.set_read_timeout(None);
         let done = match self.purpose {
-            Purpose::Requests => self.serve_request(&mut session).await,
+            Purpose::Requests(surface) => self.serve_request(&mut session, surface).await,
             Purpose::Metrics => self.serve_metrics(&mut session).await,
         };
         self.next_request(session, done).await
@@ -205,7 +226,7 @@ impl HttpServerApp for Connection {
 }
 
 impl Connection {
-    async fn serve_request(&self, session: &mut ServerSession) -> Done {
+    async fn serve_request(&self, session: &mut ServerSession, surface: Surface) -> Done {
         let gateway = &self.gateway;
         let config = gateway.config();
         name_request(session, &config.listen.request_id_headers);
@@ -214,7 +235,7 @@ impl Connection {
             session.set_keepalive(None);
         }
         let arrived = Instant::now();
-        let target = Target::of(&session.req_header().method, session.req_header().uri.path());
+        let target = Target::of(surface, &session.req_header().method, session.req_header().uri.path());
         gateway.metrics.door.arrived(target.method_label, target.path_label);
         let done = match self.admitted {
             true => serve(gateway, config, session, &target, arrived).await,
@@ -450,7 +471,7 @@ async fn admitted(gateway: &Gateway, session: &mut ServerSession, caller: &Calle
     let entered = tokio::select! {
         biased;
         entered = gateway.door.admission.enter(class, queue_wait(request)) => entered,
-        _ = session.read_body_or_idle(true) => return Done::broken(499, "client_gone"),
+        () = poll_fn(|cx| client::poll_gone(session, cx)) => return drive::left(gateway),
         () = gateway.until_grace_ends() => Err(Failure::stopping()),
     };
     gateway.metrics.door.admitted(class, began.elapsed(), entered.is_ok());

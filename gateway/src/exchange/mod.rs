@@ -2,7 +2,7 @@
 
 pub mod aborts;
 mod afterwards;
-mod client;
+pub mod client;
 pub mod drive;
 pub mod engines;
 mod limits;

@@ -26,6 +26,7 @@ use tokio::task::{AbortHandle, JoinSet};
 use crate::config::{Config, Role, Secret};
 use crate::error::StartError;
 use crate::fleet::{Fleet, Health, Live, Pool, Worker, learn, load};
+use crate::leg::tls::PeerTls;
 
 /// A question of an operator that is passed on.
 pub const ASK_TIMEOUT: Duration = Duration::from_secs(5);
@@ -54,8 +55,9 @@ enum Said {
 }
 
 impl Prober {
-    pub fn new(fleet: Arc<Fleet>, config: &Config) -> Result<Self, StartError> {
-        let client = reqwest::Client::builder()
+    pub fn new(fleet: Arc<Fleet>, config: &Config, tls: &PeerTls) -> Result<Self, StartError> {
+        let client = tls
+            .client(reqwest::Client::builder())
             .timeout(ASK_TIMEOUT)
             .connect_timeout(config.deadlines.connect)
             .pool_max_idle_per_host(0)

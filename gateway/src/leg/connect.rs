@@ -11,6 +11,7 @@ use pingora::upstreams::peer::HttpPeer;
 
 use crate::config::{Deadlines, ip_of};
 use crate::fleet::Worker;
+use crate::leg::tls::PeerTls;
 
 /// A connection ready for a request.
 pub struct Line {
@@ -36,11 +37,16 @@ impl Unreachable {
 
 /// Makes connections. A clone makes them by the same means.
 #[derive(Clone)]
-pub struct Connector(Arc<TransportConnector>);
+pub struct Connector(Arc<Means>);
+
+struct Means {
+    transport: TransportConnector,
+    tls: PeerTls,
+}
 
 impl Connector {
-    pub fn new() -> Self {
-        Connector(Arc::new(TransportConnector::new(None)))
+    pub fn new(tls: PeerTls) -> Self {
+        Connector(Arc::new(Means { transport: TransportConnector::new(None), tls }))
     }
 
     /// A connection to `worker`: an idle one, or a new one if there is none or `fresh` is asked for.
@@ -86,7 +92,8 @@ impl Connector {
         for address in addresses {
             let mut peer = HttpPeer::new(address, worker.spec.tls, host.to_owned());
             peer.options.total_connection_timeout = Some(limit);
-            match self.0.new_stream(&peer).await {
+            self.0.tls.apply(&mut peer);
+            match self.0.transport.new_stream(&peer).await {
                 Ok(stream) => return Ok(stream),
                 Err(error) => {
                     tracing::debug!(worker = worker.url(), %address, %error, "cannot connect");

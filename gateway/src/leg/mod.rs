@@ -5,6 +5,7 @@
 mod connect;
 pub mod http1;
 mod pool;
+pub mod tls;
 
 use std::future::Future;
 use std::io;
@@ -276,6 +277,7 @@ mod tests {
     use super::*;
     use crate::config::tests::config;
     use crate::fleet::Fleet;
+    use crate::leg::tls::PeerTls;
     use std::time::Instant;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::TcpListener;
@@ -289,7 +291,7 @@ mod tests {
     }
 
     async fn open(worker: &Worker) -> Result<Line, Unreachable> {
-        Connector::new().open(worker, false, &LIMITS).await
+        Connector::new(PeerTls::default()).open(worker, false, &LIMITS).await
     }
 
     #[tokio::test]

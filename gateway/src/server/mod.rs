@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use pingora::apps::ServerApp;
+use pingora::listeners::tls::TlsSettings;
 use pingora::listeners::{L4BufferSettings, ListenerConfig};
 use pingora::server::configuration::ServerConf;
 use pingora::server::{ListenFds, RunArgs, Server, ShutdownSignal, ShutdownSignalWatch, ShutdownWatch};
@@ -26,7 +27,8 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
 use crate::config::Config;
-use crate::door::{DataApp, MetricsApp};
+use crate::door::tls::Certificates;
+use crate::door::{AdminApp, DataApp, MetricsApp};
 use crate::error::StartError;
 use crate::fleet::probe::ProbeService;
 use crate::gateway::Gateway;
@@ -41,6 +43,10 @@ const CLIENT_BUFFER_BYTES: usize = 16 * 1024;
 pub struct Addresses {
     pub data: SocketAddr,
     pub metrics: SocketAddr,
+    /// Where operators have a listener of their own.
+    pub admin: Option<SocketAddr>,
+    /// The data and admin listeners speak TLS.
+    pub tls: bool,
 }
 
 /// Who tells the gateway to stop.
@@ -63,7 +69,11 @@ pub enum How {
 pub fn serve(config: Config, stop: Stop, listening: impl FnOnce(Addresses)) -> Result<(), StartError> {
     let data = bind("requests", &config.listen.data)?;
     let metrics = bind("metrics", &config.listen.metrics)?;
-    let addresses = Addresses { data: data.1, metrics: metrics.1 };
+    let admin = config.listen.admin.as_ref().map(|address| bind("administering", address)).transpose()?;
+    let certificates = config.security.server.clone().map(Certificates::load).transpose()?;
+    let tls = || certificates.as_ref().map(Certificates::settings).transpose();
+    let admin_address = admin.as_ref().map(|(_, address)| *address);
+    let addresses = Addresses { data: data.1, metrics: metrics.1, admin: admin_address, tls: certificates.is_some() };
     if let Some(path) = &config.listen.address_file {
         write_addresses(path, addresses)?;
     }
@@ -79,8 +89,11 @@ pub fn serve(config: Config, stop: Stop, listening: impl FnOnce(Addresses)) -> R
     let mut server = Server::new_with_opt_and_conf(None, conf);
     server.bootstrap();
     let (close, closed) = watch::channel(false);
-    server.add_service(Bound::new("data", DataApp(gateway.clone()), data, threads, closed.clone()));
-    server.add_service(Bound::new("metrics", MetricsApp(gateway.clone()), metrics, 1, closed));
+    server.add_service(Bound::new("data", DataApp(gateway.clone()), data, threads, tls()?, closed.clone()));
+    if let Some(admin) = admin {
+        server.add_service(Bound::new("admin", AdminApp(gateway.clone()), admin, 1, tls()?, closed.clone()));
+    }
+    server.add_service(Bound::new("metrics", MetricsApp(gateway.clone()), metrics, 1, None, closed));
     server.add_service(background_service("probe", ProbeService(gateway.prober.clone())));
     listening(addresses);
     // One sender outlives pingora: a listener takes the loss of its channel for an error.
@@ -102,7 +115,8 @@ fn bind(what: &'static str, (host, port): &(String, u16)) -> Result<(TcpListener
 /// Written beside and renamed, so that a reader never sees half of it.
 fn write_addresses(path: &Path, addresses: Addresses) -> Result<(), StartError> {
     let failed = |source| StartError::AddressFile { path: path.display().to_string(), source };
-    let text = serde_json::json!({"data": addresses.data.to_string(), "metrics": addresses.metrics.to_string()});
+    let Addresses { data, metrics, admin, .. } = addresses;
+    let text = serde_json::json!({"data": data.to_string(), "metrics": metrics.to_string(), "admin": admin.map(|a| a.to_string())});
     let beside = path.with_extension("tmp");
     std::fs::write(&beside, format!("{text}\n")).map_err(failed)?;
     std::fs::rename(&beside, path).map_err(failed)
@@ -123,13 +137,18 @@ impl<A> Bound<A> {
         app: A,
         (socket, address): (TcpListener, SocketAddr),
         threads: usize,
+        tls: Option<TlsSettings>,
         closed: ShutdownWatch,
     ) -> Self {
         let name = address.to_string();
         let mut inner = Listening::new(title.to_owned(), app);
         inner.threads = Some(threads);
         let buffers = L4BufferSettings { read: Some(CLIENT_BUFFER_BYTES), write: None };
-        inner.add_listener(ListenerConfig::tcp(&*name).l4_buffer(buffers));
+        let endpoint = ListenerConfig::tcp(&*name).l4_buffer(buffers);
+        inner.add_listener(match tls {
+            Some(tls) => endpoint.tls(tls),
+            None => endpoint,
+        });
         Bound { inner, name, socket: Some(socket), closed }
     }
 }
