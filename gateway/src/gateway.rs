@@ -42,6 +42,7 @@ pub struct Gateway {
 impl Gateway {
     pub fn new(config: Config) -> Result<Self, StartError> {
         let fleet = Arc::new(Fleet::new(&config));
+        let metrics = Metrics::new()?;
         let tls = PeerTls::load(&config.security.workers)?;
         Ok(Gateway {
             connector: Connector::new(tls.clone()),
@@ -49,8 +50,8 @@ impl Gateway {
             engines: Engines::new()?,
             retry_budget: Budget::default(),
             prober: Arc::new(Prober::new(fleet.clone(), &config, &tls)?),
-            metrics: Metrics::new()?,
-            door: Door::new(&config),
+            door: Door::new(&config, &metrics.door)?,
+            metrics,
             draining: AtomicBool::new(false),
             running: AtomicUsize::new(0),
             idle: Notify::new(),

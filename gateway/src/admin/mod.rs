@@ -1,5 +1,8 @@
 //! Everything that is not a prompt: liveness, readiness, the list of workers, and questions passed on to workers.
 
+mod engine_metrics;
+mod models;
+
 use bytes::Bytes;
 use futures_util::future::join_all;
 use http::{HeaderMap, Method};
@@ -7,7 +10,7 @@ use pingora::protocols::http::ServerSession;
 use serde_json::{Value, json};
 
 use crate::config::Role;
-use crate::door::keys::Right;
+use crate::door::keys::{Key, Right};
 use crate::door::reply::{self, Done};
 use crate::error::{Failure, Side};
 use crate::fleet::Worker;
@@ -25,8 +28,12 @@ pub enum Route {
     Loads,
     /// Asked of the first worker that answers, by the first of these paths that it has.
     Passed(&'static [&'static str]),
+    Models,
+    OneModel,
+    HealthGenerate,
     FlushCache,
     AbortRequest,
+    EngineMetrics,
 }
 
 /// Path, method, route, and what it asks of a key.
@@ -34,11 +41,13 @@ type Entry = (&'static str, Method, Route, Right);
 
 /// sglang_router leaves `/v1/models` and the info questions open to all; here they need a key where there are keys, since
 /// they tell what serves.
-const ROUTES: [Entry; 12] = [
+const ROUTES: [Entry; 15] = [
     ("/health", Method::GET, Route::Health, Right::Nobody),
     ("/liveness", Method::GET, Route::Health, Right::Nobody),
     ("/readiness", Method::GET, Route::Readiness, Right::Nobody),
-    ("/v1/models", Method::GET, Route::Passed(&["/v1/models"]), Right::Data),
+    ("/health_generate", Method::GET, Route::HealthGenerate, Right::Data),
+    ("/v1/models", Method::GET, Route::Models, Right::Data),
+    (ONE_MODEL, Method::GET, Route::OneModel, Right::Data),
     ("/get_server_info", Method::GET, Route::Passed(&["/get_server_info", "/server_info"]), Right::Data),
     ("/server_info", Method::GET, Route::Passed(&["/server_info", "/get_server_info"]), Right::Data),
     ("/get_model_info", Method::GET, Route::Passed(&["/get_model_info", "/model_info"]), Right::Data),
@@ -47,21 +56,44 @@ const ROUTES: [Entry; 12] = [
     ("/get_loads", Method::GET, Route::Loads, Right::Admin),
     ("/flush_cache", Method::POST, Route::FlushCache, Right::Admin),
     ("/abort_request", Method::POST, Route::AbortRequest, Right::Admin),
+    ("/engine_metrics", Method::GET, Route::EngineMetrics, Right::Admin),
 ];
+
+/// The path of one model, as metrics call it. A model's name may have slashes.
+const ONE_MODEL: &str = "/v1/models/{model}";
+const ONE_MODEL_PREFIX: &str = "/v1/models/";
 
 /// A known path.
 pub fn route(path: &str) -> Option<&'static Entry> {
     static TABLE: &[Entry] = &ROUTES;
+    let path = if path.len() > ONE_MODEL_PREFIX.len() && path.starts_with(ONE_MODEL_PREFIX) { ONE_MODEL } else { path };
     TABLE.iter().find(|(known, ..)| *known == path)
 }
 
-pub async fn answer(gateway: &Gateway, session: &mut ServerSession, route: Route, body: Bytes) -> Done {
+pub async fn answer(
+    gateway: &Gateway,
+    session: &mut ServerSession,
+    route: Route,
+    body: Bytes,
+    key: Option<&Key>,
+) -> Done {
     match route {
         Route::Health => reply::text(session, 200, "text/plain", "OK").await,
         Route::Readiness => readiness(gateway, session).await,
         Route::Workers => reply::json(session, 200, &workers(gateway)).await,
         Route::Loads => reply::json(session, 200, &loads(gateway).await).await,
         Route::Passed(paths) => passed(gateway, session, paths).await,
+        Route::Models => models::list(gateway, session, key).await,
+        Route::OneModel => {
+            let path = session.req_header().uri.path();
+            let id = path.strip_prefix(ONE_MODEL_PREFIX).unwrap_or("").replace("%2F", "/").replace("%2f", "/");
+            models::one(gateway, session, key, &id).await
+        }
+        Route::HealthGenerate => models::health_generate(gateway, session).await,
+        Route::EngineMetrics => {
+            let text = engine_metrics::gathered(gateway).await;
+            reply::text(session, 200, "text/plain; version=0.0.4", text).await
+        }
         Route::FlushCache => fan_out(gateway, session, "/flush_cache", Bytes::new()).await,
         Route::AbortRequest => fan_out(gateway, session, "/abort_request", body).await,
     }

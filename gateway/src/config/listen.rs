@@ -49,6 +49,11 @@ pub struct ListenArgs {
     #[arg(long)]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub log_level: Option<String>,
+    /// Write a line of JSON per request to this file, which may be moved away to rotate it; `-` is standard output
+    /// [default: none].
+    #[arg(long, value_name = "FILE")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub access_log: Option<PathBuf>,
     /// A request body's bytes at most [default: 33554432, as in the workers].
     #[arg(long, value_name = "BYTES")]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -81,6 +86,7 @@ pub struct Listen {
     pub threads: usize,
     pub address_file: Option<PathBuf>,
     pub log_level: String,
+    pub access_log: Option<PathBuf>,
     pub body_bytes_max: usize,
     pub head_bytes_max: usize,
     pub connections_max: usize,
@@ -109,6 +115,7 @@ impl ListenArgs {
             threads: self.threads.unwrap_or(cpus).clamp(1, 1024),
             address_file: self.address_file.clone(),
             log_level: self.log_level.clone().unwrap_or_else(|| "info".into()),
+            access_log: self.access_log.clone(),
             body_bytes_max: self.max_payload_size.unwrap_or(32 << 20),
             head_bytes_max,
             connections_max: self.max_connections.unwrap_or(1 << 16),

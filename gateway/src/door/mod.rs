@@ -1,6 +1,7 @@
 //! The door: one HTTP request off a client's connection, checked, its body read within the limit, and handed to the route
 //! it names. Afterwards the connection serves on or is closed.
 
+mod access;
 mod admission;
 mod body;
 pub mod clients;
@@ -29,15 +30,17 @@ use tokio::time::{timeout, timeout_at};
 
 use crate::admin;
 use crate::config::{Class, Config};
+use crate::door::access::{AccessLog, Line};
 use crate::door::admission::Admission;
 use crate::door::clients::Clients;
 use crate::door::keys::{Bucket, Key, KeyPermit, Keyring, Right, limited};
 use crate::door::reply::Done;
 use crate::door::target::{Kind, Surface, Target};
 use crate::door::wire::{Gauge, Wire};
-use crate::error::Failure;
+use crate::error::{Failure, StartError};
 use crate::exchange::{client, drive};
 use crate::gateway::Gateway;
+use crate::metrics::door::DoorMetrics;
 use crate::request::{self, Endpoint};
 
 /// How long the rest of a refused body is read before the connection is closed, so that the client sees the answer.
@@ -61,17 +64,21 @@ pub struct Door {
     pub admission: Arc<Admission>,
     keys: ArcSwap<Keyring>,
     rate: Mutex<Option<Bucket>>,
+    access: Option<AccessLog>,
 }
 
 impl Door {
-    pub fn new(config: &Config) -> Self {
+    pub fn new(config: &Config, metrics: &DoorMetrics) -> Result<Self, StartError> {
         let (keys, now) = (&config.security.keys, Instant::now());
-        Door {
+        let access = config.listen.access_log.as_deref();
+        let access = access.map(|path| AccessLog::open(path, metrics.access_lines_lost.clone())).transpose()?;
+        Ok(Door {
             clients: Clients::default(),
             admission: Admission::new(&config.admission),
             keys: ArcSwap::from_pointee(Keyring::new(keys, &Keyring::default(), now)),
             rate: Mutex::new(config.admission.rate.map(|rate| Bucket::new(rate, now))),
-        }
+            access,
+        })
     }
 
     /// Takes over settings that were read again. What runs and waits goes on and counts on.
@@ -237,16 +244,21 @@ impl Connection {
         let arrived = Instant::now();
         let target = Target::of(surface, &session.req_header().method, session.req_header().uri.path());
         gateway.metrics.door.arrived(target.method_label, target.path_label);
+        let mut notes = Notes::default();
         let done = match self.admitted {
-            true => serve(gateway, config, session, &target, arrived).await,
+            true => serve(gateway, config, session, &target, arrived, &mut notes).await,
             false => {
                 gateway.metrics.door.connections_refused.inc();
                 session.set_keepalive(None);
                 reply::failure(session, &too_many_connections(config.listen.connections_max)).await
             }
         };
-        let seconds = arrived.elapsed().as_secs_f64();
-        gateway.metrics.door.answered(target.method_label, target.path_label, done.status, done.code, seconds);
+        let took = arrived.elapsed();
+        let Target { method_label, path_label, .. } = target;
+        gateway.metrics.door.answered(method_label, path_label, done.status, done.code, took.as_secs_f64());
+        if let Some(log) = &gateway.door.access {
+            notes.write(log, session, &done, arrived, took);
+        }
         done
     }
 
@@ -421,6 +433,7 @@ async fn serve(
     session: &mut ServerSession,
     target: &Target,
     arrived: Instant,
+    notes: &mut Notes,
 ) -> Done {
     let caller = match checked_head(gateway, session, target) {
         Ok(caller) => caller,
@@ -446,21 +459,69 @@ async fn serve(
         }
     };
     let done = match target.kind {
-        Kind::Admin(route) => admin::answer(gateway, session, route, body).await,
+        Kind::Admin(route) => admin::answer(gateway, session, route, body, caller.key.as_deref()).await,
         Kind::Data(endpoint) => match checked(gateway, config, session, &caller, endpoint, body, arrived) {
-            Ok(request) => admitted(gateway, session, &caller, &request).await,
+            Ok(request) => {
+                let done = admitted(gateway, session, &caller, &request, notes).await;
+                notes.request = Some(request);
+                done
+            }
             Err(failure) => reply::failure(session, &failure).await,
         },
         Kind::Unknown => reply::failure(session, &not_found(session.req_header().uri.path())).await,
     };
-    if let Some(key) = &caller.key {
+    if let Some(key) = caller.key {
         gateway.metrics.door.answered_key(key.name(), done.status);
+        notes.key = Some(key);
     }
     done
 }
 
+/// What the access log tells beside a request's head and outcome.
+#[derive(Default)]
+struct Notes {
+    key: Option<Arc<Key>>,
+    queued: Option<Duration>,
+    request: Option<drive::Request>,
+}
+
+impl Notes {
+    fn write(&self, log: &AccessLog, session: &ServerSession, done: &Done, arrived: Instant, took: Duration) {
+        let head = session.req_header();
+        let served = self.request.as_ref().map(|request| &request.served);
+        let by = served.map(|served| served.by.lock().expect("no panic under this lock").clone()).unwrap_or_default();
+        let [prefill, decode] = by.each_ref().map(|worker| worker.as_ref().map(|worker| worker.url()));
+        let first_byte = served.and_then(|served| served.first_byte.get());
+        let model = self.request.as_ref().and_then(|request| request.scanned.model());
+        log.write(&Line {
+            ts: access::now(),
+            id: reply::request_id(session).and_then(|id| id.to_str().ok()).unwrap_or(""),
+            key: self.key.as_ref().map(|key| key.name()),
+            client: session.client_addr().map(|address| address.to_string()),
+            method: head.method.as_str(),
+            path: access::short(head.uri.path()),
+            status: done.status,
+            code: done.code,
+            model: model.as_deref().map(access::short),
+            prefill,
+            decode,
+            queue_ms: self.queued.map(access::ms),
+            first_byte_ms: first_byte.map(|at| access::ms(at.saturating_duration_since(arrived))),
+            total_ms: access::ms(took),
+            request_bytes: session.body_bytes_read(),
+            response_bytes: session.body_bytes_sent(),
+        });
+    }
+}
+
 /// Runs a request once it may, or says why it may not. The place is given back at the answer's end.
-async fn admitted(gateway: &Gateway, session: &mut ServerSession, caller: &Caller, request: &drive::Request) -> Done {
+async fn admitted(
+    gateway: &Gateway,
+    session: &mut ServerSession,
+    caller: &Caller,
+    request: &drive::Request,
+    notes: &mut Notes,
+) -> Done {
     let wish = request.scanned.priority().map(|wish| match wish {
         ..0 => Class::Low,
         0 => Class::Normal,
@@ -474,6 +535,7 @@ async fn admitted(gateway: &Gateway, session: &mut ServerSession, caller: &Calle
         () = poll_fn(|cx| client::poll_gone(session, cx)) => return drive::left(gateway),
         () = gateway.until_grace_ends() => Err(Failure::stopping()),
     };
+    notes.queued = Some(began.elapsed());
     gateway.metrics.door.admitted(class, began.elapsed(), entered.is_ok());
     match entered {
         Ok(_permit) => drive::run(gateway, session, request).await,
@@ -531,7 +593,7 @@ fn checked(
             headers.extend(value.ok().map(|value| (Some(header::AUTHORIZATION), value)));
         }
     }
-    Ok(drive::Request { config, pool, endpoint, headers, scanned, arrived })
+    Ok(drive::Request { config, pool, endpoint, headers, scanned, arrived, served: drive::Served::default() })
 }
 
 fn not_found(path: &str) -> Failure {

@@ -3,7 +3,7 @@
 //! last byte of the answer.
 
 use std::future::{Future, poll_fn};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Instant;
 
 use http::HeaderMap;
@@ -20,7 +20,7 @@ use crate::exchange::machine::Deadline;
 use crate::exchange::open::Opener;
 use crate::exchange::retry::Tries;
 use crate::exchange::run::{End, Run};
-use crate::fleet::Pool;
+use crate::fleet::{Pool, Worker};
 use crate::gateway::Gateway;
 use crate::request::{Endpoint, Scanned};
 use crate::stream::Expected;
@@ -35,6 +35,15 @@ pub struct Request {
     pub headers: HeaderMap,
     pub scanned: Scanned,
     pub arrived: Instant,
+    pub served: Served,
+}
+
+/// Who served a request and when, for the access log.
+#[derive(Debug, Default)]
+pub struct Served {
+    /// Of the last attempt: prefill, and decode or plain.
+    pub by: Mutex<[Option<Arc<Worker>>; 2]>,
+    pub first_byte: OnceLock<Instant>,
 }
 
 impl Request {
@@ -69,15 +78,18 @@ pub async fn run(gateway: &Gateway, session: &mut ServerSession, request: &Reque
             Err(Ended::Failed(failure)) => return answer(session, request, &failure).await,
         };
         let failure = match opened {
-            Ok(legs) => match Run::new(gateway, request, limits, legs).until_end(session).await {
-                End::Done(done) => return done,
-                End::StartOver(failure, worker) => {
-                    if failure.retry == Retry::OtherPair {
-                        opener.avoid(worker);
+            Ok(legs) => {
+                *request.served.by.lock().expect("no panic under this lock") = legs.workers();
+                match Run::new(gateway, request, limits, legs).until_end(session).await {
+                    End::Done(done) => return done,
+                    End::StartOver(failure, worker) => {
+                        if failure.retry == Retry::OtherPair {
+                            opener.avoid(worker);
+                        }
+                        failure
                     }
-                    failure
                 }
-            },
+            }
             // The root cause says more than that nobody else could be found.
             Err(failure) => return answer(session, request, &cause.unwrap_or(failure)).await,
         };

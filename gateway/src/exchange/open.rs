@@ -2,6 +2,7 @@
 //! cannot be reached costs nobody anything, and another pair is tried at once. Where decode's body is made of prefill's
 //! answer, decode is connected to when that is there; one that cannot be reached then costs another decode worker only.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::Bytes;
@@ -12,7 +13,7 @@ use crate::error::{Blame, Failure, Side};
 use crate::exchange::drive::Request;
 use crate::exchange::retry::Tries;
 use crate::exchange::ticket;
-use crate::fleet::{NoWorker, Picked, role_of};
+use crate::fleet::{NoWorker, Picked, Worker, role_of};
 use crate::gateway::Gateway;
 use crate::leg::http1::{Beside, request_head};
 use crate::leg::{ConnectLimits, Leg, Line, Unreachable};
@@ -29,6 +30,17 @@ pub enum Legs {
         decode: Picked,
         fresh: bool,
     },
+}
+
+impl Legs {
+    /// Prefill's, and decode's or the plain one.
+    pub fn workers(&self) -> [Option<Arc<Worker>>; 2] {
+        match self {
+            Legs::One(leg) => [None, Some(leg.worker().clone())],
+            Legs::Both(prefill, decode) => [Some(prefill.worker().clone()), Some(decode.worker().clone())],
+            Legs::PrefillFirst { prefill, decode, .. } => [Some(prefill.worker().clone()), Some(decode.worker.clone())],
+        }
+    }
 }
 
 /// Opens legs for requests.

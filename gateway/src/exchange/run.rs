@@ -528,6 +528,7 @@ impl<'a> Run<'a> {
         if std::mem::replace(&mut self.head_sent, true) {
             return out;
         }
+        let _ = self.request.served.first_byte.set(Instant::now());
         let waited = self.request.arrived.elapsed().as_secs_f64();
         self.gateway.metrics.exchange.first_byte(self.request.endpoint, waited);
         let mut head = ResponseHeader::build(self.status(), None).expect("a parsed status is one");

@@ -19,6 +19,7 @@ pub struct DoorMetrics {
     queue_wait: HistogramVec,
     key_requests: IntCounterVec,
     pub connections_refused: IntCounter,
+    pub access_lines_lost: IntCounter,
     heads_refused: IntCounterVec,
 }
 
@@ -55,6 +56,8 @@ impl DoorMetrics {
             )?,
             connections_refused: registrar
                 .counter("tandem_gateway_connections_refused_total", "Client connections beyond --max-connections")?,
+            access_lines_lost: registrar
+                .counter("tandem_gateway_access_log_lost_total", "Lines of the access log that found its queue full")?,
             heads_refused: registrar.counters(
                 "tandem_gateway_heads_refused_total",
                 "Request heads that were malformed, ambiguous, too large or too slow",

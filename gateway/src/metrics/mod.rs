@@ -1,7 +1,7 @@
 //! Counters and gauges, under sglang_router's names where it has them: one file per room that counts, and here what all of
 //! them need. Label values come from fixed sets and from the configured workers, never from clients.
 
-mod door;
+pub mod door;
 mod exchange;
 mod fleet;
 
