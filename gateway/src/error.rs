@@ -225,6 +225,8 @@ pub enum StartError {
     Config(String),
     #[error("cannot listen on {address} for {what}: {source}; choose another port or stop what holds it")]
     Listen { what: &'static str, address: String, source: std::io::Error },
+    #[error("upgrade: {0}")]
+    Upgrade(String),
     #[error("cannot write the address file {path}: {source}")]
     AddressFile { path: String, source: std::io::Error },
     #[error("cannot register metrics: {0}")]

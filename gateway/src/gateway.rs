@@ -1,7 +1,7 @@
 //! What all requests of one gateway share, and how it knows that none is left.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst};
 
 use arc_swap::ArcSwap;
 use tokio::sync::Notify;
@@ -31,9 +31,9 @@ pub struct Gateway {
     pub metrics: Metrics,
     pub door: Door,
     /// No new connections; those that are open end with their request.
-    pub draining: AtomicBool,
-    running: AtomicUsize,
-    idle: Notify,
+    draining: AtomicBool,
+    requests: Count,
+    connections: Count,
     /// What still runs ends now, each with an outcome for its client.
     grace_over: AtomicBool,
     grace_ends: Notify,
@@ -53,8 +53,8 @@ impl Gateway {
             door: Door::new(&config, &metrics.door)?,
             metrics,
             draining: AtomicBool::new(false),
-            running: AtomicUsize::new(0),
-            idle: Notify::new(),
+            requests: Count::default(),
+            connections: Count::default(),
             grace_over: AtomicBool::new(false),
             grace_ends: Notify::new(),
             fleet,
@@ -67,10 +67,27 @@ impl Gateway {
         self.config.load_full()
     }
 
+    /// Whether prompts can be served.
+    pub fn is_ready(&self) -> bool {
+        self.fleet.snapshot().is_ready()
+    }
+
+    pub fn is_draining(&self) -> bool {
+        self.draining.load(Relaxed)
+    }
+
+    pub fn set_draining(&self, draining: bool) {
+        self.draining.store(draining, Relaxed);
+    }
+
     /// Counts a request until the guard is dropped.
-    pub fn begin_request(&self) -> RequestGuard<'_> {
-        self.running.fetch_add(1, SeqCst);
-        RequestGuard(self)
+    pub fn begin_request(&self) -> Counted<'_> {
+        self.requests.begin()
+    }
+
+    /// Counts a client's connection until the guard is dropped.
+    pub fn begin_connection(&self) -> Counted<'_> {
+        self.connections.begin()
     }
 
     /// Running exchanges have had their time.
@@ -98,24 +115,49 @@ impl Gateway {
 
     /// Returns once no request is running.
     pub async fn until_idle(&self) {
+        self.requests.until_none().await;
+    }
+
+    /// Returns once no client is connected.
+    pub async fn until_no_connection(&self) {
+        self.connections.until_none().await;
+    }
+}
+
+/// How many of something there are.
+#[derive(Default)]
+struct Count {
+    now: AtomicUsize,
+    none: Notify,
+}
+
+impl Count {
+    fn begin(&self) -> Counted<'_> {
+        self.now.fetch_add(1, SeqCst);
+        Counted(self)
+    }
+
+    /// Cancel-safe.
+    async fn until_none(&self) {
         loop {
-            let changed = self.idle.notified();
-            tokio::pin!(changed);
-            changed.as_mut().enable();
-            if self.running.load(SeqCst) == 0 {
+            let none = self.none.notified();
+            tokio::pin!(none);
+            none.as_mut().enable();
+            if self.now.load(SeqCst) == 0 {
                 return;
             }
-            changed.await;
+            none.await;
         }
     }
 }
 
-pub struct RequestGuard<'a>(&'a Gateway);
+/// One of them, until it is dropped.
+pub struct Counted<'a>(&'a Count);
 
-impl Drop for RequestGuard<'_> {
+impl Drop for Counted<'_> {
     fn drop(&mut self) {
-        if self.0.running.fetch_sub(1, SeqCst) == 1 {
-            self.0.idle.notify_waiters();
+        if self.0.now.fetch_sub(1, SeqCst) == 1 {
+            self.0.none.notify_waiters();
         }
     }
 }

@@ -35,9 +35,7 @@ pub mod stream;
 
 use std::io::{IsTerminal as _, Write as _};
 
-pub use config::{
-    AdmissionArgs, Config, DeadlineArgs, FleetArgs, GatewayArgs, ListenArgs, PairArgs, RetryArgs, SecurityArgs,
-};
+pub use config::{Config, GatewayArgs};
 pub use error::StartError;
 pub use exchange::ticket;
 pub use pair::PolicyName;

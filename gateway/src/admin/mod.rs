@@ -101,7 +101,7 @@ pub async fn answer(
 
 async fn readiness(gateway: &Gateway, session: &mut ServerSession) -> Done {
     let fleet = gateway.fleet.snapshot();
-    let draining = gateway.draining.load(std::sync::atomic::Ordering::Relaxed);
+    let draining = gateway.is_draining();
     let healthy = fleet.workers.iter().filter(|w| w.is_healthy()).count();
     if fleet.is_ready() && !draining {
         let value = json!({"status": "ready", "healthy_workers": healthy, "total_workers": fleet.workers.len()});

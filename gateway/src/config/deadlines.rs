@@ -65,6 +65,11 @@ pub struct DeadlineArgs {
     #[arg(long, value_name = "SECS")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub shutdown_grace_period_secs: Option<u64>,
+    /// After another process has taken over, running exchanges may go on for this long, in seconds; idle connections end by
+    /// --client-read-timeout-secs [default: as --request-timeout-secs].
+    #[arg(long, value_name = "SECS", visible_alias = "drain-timeout")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub drain_timeout_secs: Option<u64>,
 }
 
 /// Checked.
@@ -83,7 +88,10 @@ pub struct Deadlines {
     pub pool_idle: Duration,
     pub client_write: Duration,
     pub client_read: Duration,
+    /// For the exchanges of a process that was told to stop.
     pub drain: Duration,
+    /// For the exchanges of a process that another has taken over from.
+    pub handed_over: Duration,
 }
 
 impl DeadlineArgs {
@@ -112,6 +120,7 @@ impl DeadlineArgs {
             pool_idle: Duration::from_secs(self.upstream_pool_idle_timeout_secs.unwrap_or(4)),
             client_read: secs("client-read-timeout-secs", self.client_read_timeout_secs, 60)?,
             client_write: secs("client-write-timeout-secs", self.client_write_timeout_secs, 120)?,
+            handed_over: self.drain_timeout_secs.map_or(whole, Duration::from_secs),
             drain: Duration::from_secs(self.shutdown_grace_period_secs.unwrap_or(180)),
         })
     }

@@ -9,6 +9,7 @@ mod listen;
 mod pair;
 mod retry;
 mod security;
+mod upgrade;
 mod words;
 
 use std::collections::BTreeMap;
@@ -17,6 +18,7 @@ use std::path::PathBuf;
 use clap::Args as _;
 use figment::Figment;
 use figment::providers::{Env, Format, Serialized, Toml, Yaml};
+use serde::Deserialize;
 
 pub use admission::{AdmissionArgs, AdmissionConfig};
 pub use deadlines::{DeadlineArgs, Deadlines};
@@ -25,6 +27,7 @@ pub use listen::{Listen, ListenArgs};
 pub use pair::{PairArgs, PairConfig};
 pub use retry::{Retries, RetryArgs};
 pub use security::{Class, KeySpec, RateSpec, Secret, Security, SecurityArgs, ServerTls, WorkerTls};
+pub use upgrade::{Upgrade, UpgradeArgs};
 
 use crate::error::StartError;
 
@@ -50,6 +53,8 @@ pub struct GatewayArgs {
     pub admission: AdmissionArgs,
     #[command(flatten, next_help_heading = "Security")]
     pub security: SecurityArgs,
+    #[command(flatten, next_help_heading = "Upgrade")]
+    pub upgrade: UpgradeArgs,
 }
 
 /// Checked settings.
@@ -62,6 +67,7 @@ pub struct Config {
     pub retries: Retries,
     pub admission: AdmissionConfig,
     pub security: Security,
+    pub upgrade: Upgrade,
 }
 
 impl GatewayArgs {
@@ -97,6 +103,7 @@ impl GatewayArgs {
             .merge(Serialized::defaults(&self.retry))
             .merge(Serialized::defaults(&self.admission))
             .merge(Serialized::defaults(&self.security))
+            .merge(Serialized::defaults(&self.upgrade))
     }
 
     /// Checks what the sources gave.
@@ -109,30 +116,36 @@ impl GatewayArgs {
             retries: self.retry.checked()?,
             admission: self.admission.checked()?,
             security: self.security.checked()?,
+            upgrade: self.upgrade.checked()?,
         })
     }
 }
 
 /// All groups of one source. What is no setting is found by [`alone`].
-fn extract(figment: &Figment) -> Result<GatewayArgs, figment::Error> {
+fn extract(figment: &Figment) -> Result<GatewayArgs, String> {
     Ok(GatewayArgs {
         config: None,
-        fleet: figment.extract()?,
-        pair: figment.extract()?,
-        listen: figment.extract()?,
-        deadlines: figment.extract()?,
-        retry: figment.extract()?,
-        admission: figment.extract()?,
-        security: figment.extract()?,
+        fleet: group(figment)?,
+        pair: group(figment)?,
+        listen: group(figment)?,
+        deadlines: group(figment)?,
+        retry: group(figment)?,
+        admission: group(figment)?,
+        security: group(figment)?,
+        upgrade: group(figment)?,
     })
+}
+
+fn group<'a, T: Deserialize<'a>>(figment: &Figment) -> Result<T, String> {
+    figment.extract().map_err(|error| error.to_string())
 }
 
 /// Checks one source by itself, so that a complaint says where the mistake is.
 fn alone(source: &str, figment: &Figment) -> Result<(), StartError> {
     let bad = |what: String| Err(StartError::Config(format!("{source}: {what}")));
-    let given = extract(figment).and_then(|_| figment.extract::<BTreeMap<String, figment::value::Value>>());
+    let given = extract(figment).and_then(|_| group::<BTreeMap<String, figment::value::Value>>(figment));
     match given.map(|settings| settings.into_keys().find(|key| !is_known(key))) {
-        Err(error) => bad(error.to_string()),
+        Err(error) => bad(error),
         Ok(Some(key)) => bad(format!("{key:?} is no setting; `tandem gateway --help` lists them")),
         Ok(None) => Ok(()),
     }

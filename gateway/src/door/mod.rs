@@ -13,7 +13,6 @@ pub mod tls;
 mod wire;
 
 use std::future::poll_fn;
-use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -238,7 +237,7 @@ impl Connection {
         let config = gateway.config();
         name_request(session, &config.listen.request_id_headers);
         let _running = gateway.begin_request();
-        if gateway.draining.load(Relaxed) {
+        if gateway.is_draining() {
             session.set_keepalive(None);
         }
         let arrived = Instant::now();
@@ -264,6 +263,9 @@ impl Connection {
 
     async fn serve_metrics(&self, session: &mut ServerSession) -> Done {
         let gateway = &self.gateway;
+        if gateway.is_draining() {
+            session.set_keepalive(None);
+        }
         match session.req_header().uri.path() {
             "/metrics" => {
                 let (running, waiting) = gateway.door.admission.counts();

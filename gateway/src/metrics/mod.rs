@@ -4,6 +4,7 @@
 pub mod door;
 mod exchange;
 mod fleet;
+mod server;
 
 use prometheus::core::Collector;
 use prometheus::{
@@ -13,11 +14,13 @@ use prometheus::{
 use crate::fleet::Fleet;
 use door::DoorMetrics;
 use exchange::ExchangeMetrics;
+use server::ServerMetrics;
 
 pub struct Metrics {
     registry: Registry,
     pub door: DoorMetrics,
     pub exchange: ExchangeMetrics,
+    pub server: ServerMetrics,
 }
 
 impl Metrics {
@@ -26,6 +29,7 @@ impl Metrics {
         Ok(Metrics {
             door: DoorMetrics::new(&registrar)?,
             exchange: ExchangeMetrics::new(&registrar)?,
+            server: ServerMetrics::new(&registrar)?,
             registry: registrar.0,
         })
     }
