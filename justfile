@@ -60,3 +60,8 @@ transfer *arguments:
 # From abort to quiet, for so many attempts in flight
 abort-drain attempts="1000":
     cargo run --release --locked --bin abort_drain -- {{attempts}}
+
+# Our gateway beside sglang-router, smg and vllm-router (which it fetches by pip), before instant mock workers
+gateway-bench *arguments:
+    cargo build --release --locked --bin tandem --bin gateway_bench
+    tests/bench/gateway/compare {{arguments}}
