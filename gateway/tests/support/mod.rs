@@ -368,6 +368,19 @@ impl Gateway {
         self.client.get(url).send().await.unwrap().text().await.unwrap()
     }
 
+    /// Asks until the metrics are as wanted.
+    pub async fn until_metrics(&self, wanted: impl Fn(&str) -> bool) {
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            let text = self.metrics().await;
+            if wanted(&text) {
+                return;
+            }
+            assert!(Instant::now() < deadline, "the metrics stayed at {text}");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
     pub async fn connect(&self) -> TcpStream {
         TcpStream::connect(self.addresses.data).await.unwrap()
     }
