@@ -35,6 +35,7 @@ pub mod stream;
 
 use std::io::{IsTerminal as _, Write as _};
 
+pub use backend::Backend;
 pub use config::{Config, GatewayArgs};
 pub use error::StartError;
 pub use exchange::ticket;

@@ -162,3 +162,33 @@ pub fn log(request: &Request, failure: &Failure) {
         tracing::warn!(id, code, status, message, worker = detail.as_deref(), "request failed");
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::tests::config;
+    use crate::request;
+    use bytes::Bytes;
+    use tokio::net::{TcpListener, TcpStream};
+
+    /// Thousands of streams wait at one time: what one of them holds while it does must stay small.
+    #[tokio::test]
+    async fn an_exchange_is_small() {
+        let config = config("--prefill http://127.0.0.1:1 --decode http://127.0.0.1:2").unwrap();
+        let gateway = Gateway::new(config).unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let mut session = ServerSession::new_http1(Box::new(pingora::protocols::l4::stream::Stream::from(stream)));
+        let request = Request {
+            config: gateway.config(),
+            pool: gateway.fleet.snapshot().pool(None).unwrap().clone(),
+            endpoint: Endpoint::Chat,
+            headers: HeaderMap::new(),
+            scanned: request::scan(Endpoint::Chat, Bytes::from_static(b"{}")).unwrap(),
+            arrived: Instant::now(),
+        };
+        let exchange = run(&gateway, &mut session, &request);
+        let bytes = std::mem::size_of_val(&exchange);
+        assert!(bytes < 8 * 1024, "{bytes} bytes");
+    }
+}

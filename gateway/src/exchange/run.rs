@@ -81,7 +81,7 @@ pub struct Run<'a> {
     decode: Option<Leg>,
     /// D, while P goes first.
     decode_next: Option<DecodeNext>,
-    opening: Option<Pin<Box<dyn Future<Output = Result<Leg, Failure>> + Send + 'a>>>,
+    opening: Option<Opening<'a>>,
     decode_answer: Option<Answer>,
     decode_head: Option<Box<ResponseHead>>,
     /// Status of the head that goes before the first piece.
@@ -99,6 +99,9 @@ pub struct Run<'a> {
     /// Whose failure the outcome is.
     culprit: Option<WorkerId>,
 }
+
+/// A decode leg that is being opened.
+type Opening<'a> = Pin<Box<dyn Future<Output = Result<Leg, Failure>> + Send + 'a>>;
 
 /// The decode worker that was picked, for when the prefill leg ended.
 struct DecodeNext {

@@ -52,6 +52,8 @@ type Script = Arc<dyn Fn(Got, TcpStream) -> Played + Send + Sync>;
 pub struct Worker {
     pub address: SocketAddr,
     pub got: mpsc::Receiver<Got>,
+    /// The ids that it was told to abort.
+    pub aborted: mpsc::Receiver<String>,
     pub connections: Arc<AtomicUsize>,
     /// While true no new request gets an answer, as of a stopped process: connections stand, bytes are taken.
     pub frozen: watch::Sender<bool>,
@@ -91,6 +93,7 @@ impl Worker {
         let address = listener.local_addr().unwrap();
         let script: Script = Arc::new(move |got, socket| Box::pin(play(got, socket)));
         let (tell, got) = mpsc::channel(1024);
+        let (tell_aborted, aborted) = mpsc::channel(1024);
         let (stop, mut stopping) = oneshot::channel();
         let (done, stopped) = oneshot::channel();
         let connections = Arc::new(AtomicUsize::new(0));
@@ -103,13 +106,20 @@ impl Worker {
                     accepted = listener.accept() => accepted.unwrap().0,
                     _ = &mut stopping => break,
                 };
-                tasks.spawn(serve(socket, says, script.clone(), tell.clone(), counts.clone(), freezing.clone()));
+                tasks.spawn(serve(
+                    socket,
+                    says,
+                    script.clone(),
+                    (tell.clone(), tell_aborted.clone()),
+                    counts.clone(),
+                    freezing.clone(),
+                ));
             }
             drop(listener);
             tasks.shutdown().await;
             let _ = done.send(());
         });
-        Worker { address, got, connections, frozen, stop: Some(stop), stopped: Some(stopped) }
+        Worker { address, got, aborted, connections, frozen, stop: Some(stop), stopped: Some(stopped) }
     }
 
     pub fn url(&self) -> String {
@@ -139,7 +149,7 @@ async fn serve(
     mut socket: TcpStream,
     says: Says,
     script: Script,
-    tell: mpsc::Sender<Got>,
+    (tell, tell_aborted): (mpsc::Sender<Got>, mpsc::Sender<String>),
     counts: Counts,
     mut frozen: watch::Receiver<bool>,
 ) {
@@ -163,6 +173,10 @@ async fn serve(
             continue;
         }
         let path = head.split(' ').nth(1).unwrap_or("");
+        let asked: Value = serde_json::from_slice(&body).unwrap_or_default();
+        if let Some(rid) = asked["rid"].as_str().filter(|_| path == "/abort_request") {
+            let _ = tell_aborted.try_send(rid.to_owned());
+        }
         let (status, body) = match path {
             "/health" => (says.health, json!({})),
             "/server_info" => (200, json!({"disaggregation_mode": says.mode, "disaggregation_bootstrap_port": 8998})),
@@ -274,6 +288,27 @@ pub fn hang() -> (impl Fn(Got, TcpStream) -> Played + Send + Sync + 'static, mps
         played
     };
     (play, told)
+}
+
+/// A script that shows one token of a stream and then works on, and what tells that its connection was closed.
+pub fn hang_after_a_token() -> (impl Fn(Got, TcpStream) -> Played + Send + Sync + 'static, mpsc::Receiver<()>) {
+    let (hang, told) = hang();
+    let hang = Arc::new(hang);
+    let play = move |got: Got, socket: TcpStream| {
+        let hang = hang.clone();
+        let played: Played = Box::pin(async move {
+            let socket = say(socket, format!("{SSE_HEAD}{}", chunk(&token("Pa")))).await?;
+            hang(got, socket).await
+        });
+        played
+    };
+    (play, told)
+}
+
+/// The bytes of a chat request.
+pub fn raw_chat(body: &str) -> Vec<u8> {
+    let length = body.len();
+    format!("POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n{body}").into_bytes()
 }
 
 pub struct Gateway {
