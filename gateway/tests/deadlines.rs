@@ -2,7 +2,7 @@
 
 mod support;
 
-use serde_json::{Value, json};
+use serde_json::json;
 use support::*;
 use tandem_gateway::GatewayArgs;
 

@@ -186,6 +186,7 @@ mod tests {
             headers: HeaderMap::new(),
             scanned: request::scan(Endpoint::Chat, Bytes::from_static(b"{}")).unwrap(),
             arrived: Instant::now(),
+            served: Served::default(),
         };
         let exchange = run(&gateway, &mut session, &request);
         let bytes = std::mem::size_of_val(&exchange);

@@ -158,7 +158,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    pub async fn until_end(mut self, session: &mut ServerSession) -> End {
+    pub async fn until_end(&mut self, session: &mut ServerSession) -> End {
         let gateway = self.gateway;
         let first = self.clock.next(self.machine.waits_for_prefill()).0;
         let mut waits = Waits { timer: pin!(sleep_until(first.into())), stop: pin!(gateway.until_grace_ends()) };
@@ -511,7 +511,7 @@ impl<'a> Run<'a> {
         self.ending = Some(ending);
     }
 
-    async fn end(self, session: &mut ServerSession, ending: Ending) -> End {
+    async fn end(&mut self, session: &mut ServerSession, ending: Ending) -> End {
         End::Done(match ending {
             Ending::Leave => drive::left(self.gateway),
             Ending::Finish => Done::ok(self.opened.unwrap_or_else(|| self.status())),
