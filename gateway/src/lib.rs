@@ -37,8 +37,9 @@ use std::io::{IsTerminal as _, Write as _};
 
 pub use backend::Backend;
 pub use config::{Config, GatewayArgs};
-pub use error::StartError;
+pub use error::{Failure, Side, StartError};
 pub use exchange::ticket;
+pub use leg::http1;
 pub use pair::PolicyName;
 pub use server::{Addresses, How, Stop, serve};
 

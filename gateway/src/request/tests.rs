@@ -148,3 +148,33 @@ proptest! {
         let _ = scan(Endpoint::Generate, Bytes::from(body));
     }
 }
+
+#[test]
+fn says_who_asks_whom() {
+    let ask = scanned(Endpoint::Chat, r#"{"model":"a\u002fb","user":"u","rid":["x"],"model":"c\u002fd"}"#);
+    assert_eq!(ask.model().as_deref(), Some("c/d"), "of duplicates the last");
+    assert_eq!((ask.session_user().as_deref(), ask.rid()), (Some("u"), None));
+}
+
+#[test]
+fn prompts_that_begin_alike_have_texts_that_begin_alike() {
+    let text = |endpoint, body: &str| scanned(endpoint, body).routing_text().into_owned();
+    let turn = r#"{"role":"system","content":"be \"good\""},{"content":[{"type":"text","text":"hi"},{"type":"image_url","image_url":{"url":"u"}}],"role":"user"}"#;
+    let short = text(Endpoint::Chat, &format!(r#"{{"messages":[{turn}]}}"#));
+    let long =
+        text(Endpoint::Chat, &format!(r#"{{"stream":true,"messages":[{turn},{{"role":"user","content":"more"}}]}}"#));
+    assert!(long.starts_with(short.trim_end()) && long.contains("user more"), "{long}");
+    assert!(
+        short.contains("system be \"good\"") && short.contains("hi") && short.contains(r#"{"url":"u"}"#),
+        "{short}"
+    );
+    assert_eq!(text(Endpoint::Generate, r#"{"input_ids":[1,2,3]}"#), "[1,2,3");
+    assert_eq!(text(Endpoint::Completions, r#"{"prompt":"a\nb"}"#), "a\nb");
+    assert!(text(Endpoint::Responses, r#"{"input":"q","instructions":"i"}"#).starts_with("i\nq"));
+    assert!(
+        text(Endpoint::Messages, r#"{"messages":[{"role":"user","content":"q"}],"system":"s"}"#)
+            .starts_with("s\nuser q")
+    );
+    let deep = format!(r#"{{"messages":{}{}}}"#, r#"{"content":["#.repeat(300), "]}".repeat(300));
+    assert!(text(Endpoint::Chat, &deep).len() < deep.len());
+}

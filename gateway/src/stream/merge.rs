@@ -37,8 +37,15 @@ pub enum PromptLogprobs {
 pub struct Merging {
     merge: Merge,
     pub prefill: Option<PrefillAnswer>,
-    /// Samples of a stream whose first entries went out.
-    begun: Vec<u64>,
+    /// Messages and choices of a stream whose first entries went out.
+    begun: Vec<(Holder, u64)>,
+}
+
+/// What holds entries of a sample.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Holder {
+    Message,
+    Choice,
 }
 
 impl Merging {
@@ -117,9 +124,10 @@ impl Merging {
             edits.extend(set(text, message, "prompt_logprobs", of_prefill));
         }
         if let Some(meta) = find(message, &[b"meta_info"]) {
-            let is_first = begins(&mut self.begun, sample);
+            let is_first = begins(&mut self.begun, Holder::Message, sample);
             for list in PROMPT_LISTS {
-                let Some(of_prefill) = prefill.value(sample, &[b"meta_info", list.as_bytes()]) else { continue };
+                let of_prefill = prefill.value(sample, &[b"meta_info", list.as_bytes()]);
+                let Some(of_prefill) = of_prefill.filter(|raw| raw.starts_with(b"[")) else { continue };
                 match find(meta, &[list.as_bytes()]).filter(|own| own.starts_with(b"[")) {
                     Some(own) => edits.push(in_front(text, own, inside(of_prefill))),
                     // Each event of SGLang's tells all so far, its own empty list included; without one, once is enough.
@@ -136,7 +144,7 @@ impl Merging {
             }
             let own = find(choice, &[b"logprobs"]).filter(|own| own.starts_with(b"{"));
             if let (Some(own), Some(theirs)) = (own, find(of_prefill, &[b"logprobs"]))
-                && begins(&mut self.begun, index)
+                && begins(&mut self.begun, Holder::Choice, index)
             {
                 choice_edits(text, own, theirs, style, edits);
             }
@@ -247,10 +255,10 @@ fn usage_of(message: &[u8]) -> Option<&[u8]> {
 }
 
 /// True the first time that a sample is named.
-fn begins(begun: &mut Vec<u64>, sample: u64) -> bool {
-    let is_new = !begun.contains(&sample);
+fn begins(begun: &mut Vec<(Holder, u64)>, holder: Holder, sample: u64) -> bool {
+    let is_new = !begun.contains(&(holder, sample));
     if is_new {
-        begun.push(sample);
+        begun.push((holder, sample));
     }
     is_new
 }

@@ -265,4 +265,6 @@ fn judge_whole(side: Side, body: &[u8], expected: Expected) -> Result<(), Failur
 }
 
 #[cfg(test)]
+mod merge_tests;
+#[cfg(test)]
 mod tests;

@@ -200,3 +200,82 @@ fn a_prefill_answer_needs_no_token_but_may_not_be_an_error() {
     cut.push(Bytes::from_static(TOKEN.as_bytes()));
     assert_eq!(code(&cut.end(false)), "prefill_truncated");
 }
+
+fn judged(endpoint: Endpoint, content_type: &str, body: &str) -> (String, Meaning) {
+    let text = format!("HTTP/1.1 200 OK\r\ncontent-type: {content_type}\r\n\r\n");
+    let head = take_response_head(&mut BytesMut::from(text.as_bytes())).unwrap().unwrap();
+    let mut answer = Answer::new(Side::Decode, "http://w", &head, Expected { endpoint, samples: 1 });
+    let pushed = answer.push(Bytes::copy_from_slice(body.as_bytes()));
+    let ended = match pushed.meaning {
+        Meaning::None | Meaning::Token => answer.end(true),
+        meaning => Step { forward: Bytes::new(), meaning },
+    };
+    (String::from_utf8([pushed.forward, ended.forward].concat()).unwrap(), ended.meaning)
+}
+
+#[test]
+fn streams_of_the_responses_api() {
+    let delta =
+        "event: response.output_text.delta\ndata: {\"type\":\"response.output_text.delta\",\"delta\":\"x\"}\n\n";
+    let last = |kind: &str, more: &str| {
+        format!("event: {kind}\ndata: {{\"type\":\"{kind}\",\"response\":{{\"object\":\"response\"{more}}}}}\n\n")
+    };
+    for kind in ["response.completed", "response.incomplete"] {
+        for end in ["", DONE] {
+            let stream = format!("{delta}{}{end}", last(kind, ""));
+            let got = judged(Endpoint::Responses, "text/event-stream", &stream);
+            assert_eq!(got, (stream, Meaning::Complete), "also without [DONE]");
+        }
+    }
+    let failed = last("response.failed", r#","error":{"code":"server_error","message":"kv lost"}"#);
+    let (sent, Meaning::Failed(failure)) =
+        judged(Endpoint::Responses, "text/event-stream", &format!("{delta}{failed}"))
+    else {
+        panic!("a failed response is no success")
+    };
+    assert_eq!((sent.as_str(), failure.message.as_str()), (delta, "kv lost"));
+    assert!(
+        matches!(judged(Endpoint::Responses, "text/event-stream", delta).1, Meaning::Failed(f) if f.code == "decode_truncated")
+    );
+}
+
+#[test]
+fn streams_of_the_messages_api() {
+    let start = "event: message_start\ndata: {\"type\":\"message_start\",\"message\":{\"content\":[]}}\n\n";
+    let delta = "event: content_block_delta\ndata: {\"type\":\"content_block_delta\",\"index\":1,\"delta\":{\"type\":\"text_delta\",\"text\":\"x\"}}\n\n";
+    let stop = "event: message_delta\ndata: {\"type\":\"message_delta\",\"delta\":{\"stop_reason\":\"end_turn\"}}\n\nevent: message_stop\ndata: {\"type\":\"message_stop\"}\n\n";
+    let stream = format!("{start}{delta}{stop}");
+    assert_eq!(judged(Endpoint::Messages, "text/event-stream", &stream), (stream, Meaning::Complete));
+    let error =
+        "event: error\ndata: {\"type\":\"error\",\"error\":{\"type\":\"overloaded_error\",\"message\":\"busy\"}}\n\n";
+    let stream = format!("{start}{delta}{error}");
+    assert!(
+        matches!(judged(Endpoint::Messages, "text/event-stream", &stream).1, Meaning::Failed(f) if f.message == "busy")
+    );
+}
+
+#[test]
+fn whole_answers_of_the_other_apis() {
+    let cases = [
+        (Endpoint::Responses, r#"{"object":"response","status":"completed","output":[{"x":1}]}"#, ""),
+        (
+            Endpoint::Responses,
+            r#"{"object":"response","status":"failed","error":{"message":"m"},"output":[]}"#,
+            "decode_reported_error",
+        ),
+        (Endpoint::Messages, r#"{"type":"message","content":[{"text":"x"}],"stop_reason":"end_turn"}"#, ""),
+        (Endpoint::Messages, r#"{"type":"message","content":[],"stop_reason":null}"#, "decode_empty_answer"),
+        (Endpoint::Embeddings, r#"{"object":"list","data":[{"embedding":[1]}]}"#, ""),
+        (Endpoint::Rerank, r#"[{"score":1,"index":0}]"#, ""),
+        (Endpoint::Score, r#"{"object":"error","message":"m","code":400}"#, "decode_reported_error"),
+        (Endpoint::Classify, "", "decode_empty_answer"),
+    ];
+    for (endpoint, body, expected) in cases {
+        let got = match judged(endpoint, "application/json", body).1 {
+            Meaning::Complete => "",
+            Meaning::Failed(failure) => failure.code,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(got, expected, "{body}");
+    }
+}
