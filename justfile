@@ -28,7 +28,7 @@ lint:
 deny:
     cargo deny check
 
-# A long run of a fuzz target: just fuzz handoff 600 (frames, greetings, tickets, streams, gguf, safetensors, handoff)
+# A long run of a fuzz target: just fuzz handoff 600 (frames, greetings, tickets, answers, merges, settings, streams, gguf, safetensors, handoff)
 fuzz target *arguments:
     cargo run --release --locked --bin tandem-fuzz -- {{target}} {{arguments}}
 

@@ -181,6 +181,11 @@ impl<'a> Cursor<'a> {
         }
     }
 
+    /// As [`Cursor::skip`], where nobody asks for the place.
+    pub fn pass(&mut self) -> Walked<()> {
+        self.skip().map(|_| ())
+    }
+
     /// As [`Cursor::skip`], with the text of the value.
     pub fn value(&mut self) -> Walked<&'a [u8]> {
         self.skip().map(|value| &self.text[value])
@@ -224,12 +229,17 @@ impl<'a> Cursor<'a> {
 
     fn scalar(&mut self) -> Walked<()> {
         let rest = &self.text[self.at..];
-        let literals: [&[u8]; 3] = [b"null", b"true", b"false"];
-        self.at += match literals.iter().find(|literal| rest.starts_with(literal)) {
-            Some(literal) => literal.len(),
-            None => number_bytes(rest).ok_or(NotJson)?,
+        let literal: &[u8] = match rest.first() {
+            Some(b'n') => b"null",
+            Some(b't') => b"true",
+            Some(b'f') => b"false",
+            _ => {
+                self.at += number_bytes(rest).ok_or(NotJson)?;
+                return Ok(());
+            }
         };
-        Ok(())
+        self.at += literal.len();
+        if rest.starts_with(literal) { Ok(()) } else { Err(NotJson) }
     }
 }
 

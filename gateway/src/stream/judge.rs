@@ -27,7 +27,7 @@ pub struct Unfinished {
 impl Unfinished {
     pub fn new(samples: usize) -> Self {
         let mut bits = vec![u64::MAX; samples.div_ceil(64)].into_boxed_slice();
-        if let Some(last) = bits.last_mut().filter(|_| samples % 64 != 0) {
+        if let Some(last) = bits.last_mut().filter(|_| !samples.is_multiple_of(64)) {
             *last >>= 64 - samples % 64;
         }
         Unfinished { bits, left: samples }
@@ -99,7 +99,7 @@ fn look_at(cursor: &mut Cursor, position: u64, unfinished: &mut Unfinished) -> R
             b"object" => own.object(cursor, &mut seen)?,
             b"status" => own.status = Status::of(cursor)?,
             b"type" => own.kind(cursor, &mut seen)?,
-            _ => drop(cursor.skip()?),
+            _ => cursor.pass()?,
         }
     }
     own.conclude(&mut seen, unfinished);
@@ -138,7 +138,7 @@ impl Status {
 impl Own {
     fn object(&mut self, cursor: &mut Cursor, seen: &mut Seen) -> Result<(), NotJson> {
         if cursor.peek()? != b'"' {
-            return cursor.skip().map(drop);
+            return cursor.pass();
         }
         match &*cursor.text()?.name() {
             b"error" => seen.fault = true,
@@ -151,7 +151,7 @@ impl Own {
     /// The kind of an event of the Responses or Messages API.
     fn kind(&mut self, cursor: &mut Cursor, seen: &mut Seen) -> Result<(), NotJson> {
         if cursor.peek()? != b'"' {
-            return cursor.skip().map(drop);
+            return cursor.pass();
         }
         match &*cursor.text()?.name() {
             b"error" | b"response.failed" => seen.fault = true,
@@ -180,7 +180,7 @@ impl Own {
 
 fn choices(cursor: &mut Cursor, seen: &mut Seen, unfinished: &mut Unfinished) -> Result<(), NotJson> {
     if !cursor.enter(b'[')? {
-        return cursor.skip().map(drop);
+        return cursor.pass();
     }
     let mut first = true;
     let mut position = 0;
@@ -197,7 +197,7 @@ fn choices(cursor: &mut Cursor, seen: &mut Seen, unfinished: &mut Unfinished) ->
                 b"delta" | b"message" => seen.content |= says_something(cursor)?,
                 b"text" => seen.content |= is_filled(cursor)?,
                 b"finish_reason" => finished = is_finish(cursor, seen)?,
-                _ => drop(cursor.skip()?),
+                _ => cursor.pass()?,
             }
         }
         if finished {
@@ -218,7 +218,7 @@ fn says_something(cursor: &mut Cursor) -> Result<bool, NotJson> {
     while let Some(name) = cursor.field(&mut first)? {
         match &*name.name() {
             b"content" | b"reasoning_content" | b"reasoning" | b"tool_calls" => says |= is_filled(cursor)?,
-            _ => drop(cursor.skip()?),
+            _ => cursor.pass()?,
         }
     }
     Ok(says)
@@ -250,7 +250,7 @@ fn is_finish(cursor: &mut Cursor, seen: &mut Seen) -> Result<bool, NotJson> {
             while let Some(name) = cursor.field(&mut first)? {
                 match (&*name.name(), cursor.peek()?) {
                     (b"type", b'"') => seen.fault |= &*cursor.text()?.name() == b"abort",
-                    _ => drop(cursor.skip()?),
+                    _ => cursor.pass()?,
                 }
             }
         }

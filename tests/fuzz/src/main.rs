@@ -11,7 +11,7 @@ use tandem_fuzz::{
 #[derive(Parser)]
 #[command(about = "Fuzzes one target for a while; a finding is saved and its path printed")]
 struct Args {
-    /// One of: frames, greetings, tickets, streams, gguf, safetensors, handoff
+    /// One of: frames, greetings, tickets, answers, merges, settings, streams, gguf, safetensors, handoff
     target: String,
     /// How long
     #[arg(default_value_t = 60)]

@@ -8,7 +8,16 @@ use tandem_fuzz::{
     Target,
     drive::{Finding, Until, fuzz},
     targets::{
-        all, frames::Frames, greetings::Greetings, handoff::Handoff, models::Models, streams::Streams, tickets::Tickets,
+        all,
+        answers::{self, Answers},
+        frames::Frames,
+        greetings::Greetings,
+        handoff::Handoff,
+        merges::{self, Merges},
+        models::Models,
+        settings::{self, Settings},
+        streams::Streams,
+        tickets::Tickets,
     },
 };
 use tandem_handoff::wire::{Frame, WireError, hello::Greeting};
@@ -41,6 +50,21 @@ fn greetings() {
 #[test]
 fn tickets() {
     keeps_its_promises("tickets", 50_000);
+}
+
+#[test]
+fn answers_of_workers() {
+    keeps_its_promises("answers", 50_000);
+}
+
+#[test]
+fn merges_of_two_answers() {
+    keeps_its_promises("merges", 50_000);
+}
+
+#[test]
+fn gateway_settings() {
+    keeps_its_promises("settings", 3_000);
 }
 
 #[test]
@@ -120,6 +144,42 @@ fn a_splice_that_leaves_the_clients_own_room_is_found() {
     });
     let found = finding(&careless, 10_000);
     assert!(found.what.contains("panics"), "{}", found.what);
+}
+
+#[test]
+fn a_stream_that_is_judged_by_its_reads_is_found() {
+    // Takes a `[DONE]` anywhere in a read for the end.
+    let hasty = Answers(|input, read_bytes| {
+        let whole = input.chunks(read_bytes).any(|read| read.windows(6).any(|six| six == b"[DONE]"));
+        if whole { (input.to_vec(), "complete".into()) } else { answers::pass(input, read_bytes) }
+    });
+    let found = finding(&hasty, 10_000);
+    assert!(found.what.contains("panics"), "{}", found.what);
+}
+
+#[test]
+fn a_merge_that_forgets_the_top_logprobs_is_found() {
+    let forgetful = Merges(|merge, prefill, decode| {
+        let prefill = String::from_utf8_lossy(prefill).replace("input_top_logprobs", "other_top_logprobs");
+        merges::merged(merge, prefill.as_bytes(), decode)
+    });
+    let found = finding(&forgetful, 10_000);
+    assert!(found.what.contains("panics"), "{}", found.what);
+}
+
+#[test]
+fn a_reader_of_settings_that_knows_one_format_better_is_found() {
+    let found = finding(
+        &Settings(|path| {
+            let mut config = settings::read(path)?;
+            if path.extension().is_some_and(|end| end == "yaml") {
+                config.listen.body_bytes_max += 1;
+            }
+            Ok(config)
+        }),
+        1_000,
+    );
+    assert!(found.what.contains("come back"), "{}", found.what);
 }
 
 #[test]
