@@ -144,9 +144,6 @@ impl Events {
                 }
             }
             if self.complete {
-                let rest = done_behind(&bytes[end..]);
-                self.write(&bytes[end..end + rest], merged.as_mut());
-                end += rest;
                 meaning = Meaning::Complete;
             }
             if self.waiting || meaning != Meaning::None {
@@ -269,13 +266,6 @@ fn event_end(bytes: &[u8], from: usize) -> Option<usize> {
             _ => at = next,
         }
     }
-}
-
-/// Some workers end also the streams of APIs without `[DONE]` by one. The length of it, if it is all that is there.
-fn done_behind(rest: &[u8]) -> usize {
-    let is_done =
-        event_end(rest, 0) == Some(rest.len()) && event_data(rest).is_some_and(|data| data.trim_ascii() == b"[DONE]");
-    if is_done { rest.len() } else { 0 }
 }
 
 /// Where the only `data:` value of an event stands, or its lines joined; `None` for comments and events without data.

@@ -182,7 +182,7 @@ impl PrefillAnswer {
 fn choice_edits(text: &[u8], own: &[u8], theirs: &[u8], style: PromptLogprobs, edits: &mut Vec<Edit>) {
     let Some(prompt) = list_of(theirs, "tokens").map(prompt_items) else { return };
     let has_them = list_of(own, "tokens").is_some_and(|own| items(own).starts_with(&prompt));
-    let replaces = style == PromptLogprobs::Replaced && has_them;
+    let replaces = style == PromptLogprobs::Replaced && has_them && !prompt.is_empty();
     for list in CHOICE_LISTS {
         let (Some(own), Some(theirs)) = (list_of(own, list), list_of(theirs, list)) else { continue };
         let prompt_part = span(theirs, &prompt_items(theirs));
