@@ -20,6 +20,7 @@
 mod admin;
 pub mod backend;
 mod config;
+mod discovery;
 mod door;
 mod error;
 mod exchange;
@@ -36,7 +37,8 @@ pub mod stream;
 use std::io::{IsTerminal as _, Write as _};
 
 pub use backend::Backend;
-pub use config::{Config, GatewayArgs};
+pub use config::{Config, GatewayArgs, Role, WorkerSpec};
+pub use discovery::known_workers;
 pub use error::{Failure, Side, StartError};
 pub use exchange::ticket;
 pub use leg::http1;

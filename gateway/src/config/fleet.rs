@@ -203,9 +203,10 @@ pub struct FleetConfig {
 const BREAKER_FIRST_WAIT: Duration = Duration::from_secs(1);
 
 impl FleetArgs {
-    pub fn checked(&self) -> Result<FleetConfig, StartError> {
+    /// `discovered`: workers come from somewhere else, too.
+    pub fn checked(&self, discovered: bool) -> Result<FleetConfig, StartError> {
         let split = self.pd_disaggregation || !self.prefill.is_empty() || !self.decode.is_empty();
-        let mut workers = self.workers(split)?;
+        let mut workers = self.workers(split, discovered)?;
         for worker in &mut workers {
             worker.model.clone_from(&self.served_model_name);
         }
@@ -246,16 +247,17 @@ impl FleetArgs {
         })
     }
 
-    fn workers(&self, split: bool) -> Result<Vec<WorkerSpec>, StartError> {
+    fn workers(&self, split: bool, discovered: bool) -> Result<Vec<WorkerSpec>, StartError> {
         let config = |text: &str| Err(StartError::Config(text.into()));
         match (split, self.prefill.is_empty(), self.decode.is_empty(), self.worker_urls.is_empty()) {
-            _ if self.enable_igw => {}
+            _ if self.enable_igw || discovered => {}
             (true, true, _, _) => return config("P/D serving needs at least one --prefill URL"),
             (true, _, true, _) => return config("P/D serving needs at least one --decode URL"),
             (false, _, _, true) => {
                 return config(
                     "no workers: give --pd-disaggregation --prefill URL --decode URL, or --worker-urls URL; with \
-                     --enable-igw they may come later, by POST /workers",
+                     --workers-file, DNS or Kubernetes they are found, and with --enable-igw they may come later, by POST \
+                     /workers",
                 );
             }
             _ => {}

@@ -4,6 +4,7 @@
 
 mod admission;
 mod deadlines;
+mod discovery;
 mod fleet;
 mod listen;
 mod pair;
@@ -22,6 +23,7 @@ use serde::Deserialize;
 
 pub use admission::{AdmissionArgs, AdmissionConfig};
 pub use deadlines::{DeadlineArgs, Deadlines};
+pub use discovery::{DiscoveryArgs, DiscoveryConfig, Dns, DnsName, Kubernetes, WatchedFile};
 pub use fleet::{FleetArgs, FleetConfig, Role, WorkerSpec, ip_of};
 pub use listen::{Listen, ListenArgs};
 pub use pair::{PairArgs, PairConfig};
@@ -43,6 +45,8 @@ pub struct GatewayArgs {
     pub fleet: FleetArgs,
     #[command(flatten, next_help_heading = "Picking workers")]
     pub pair: PairArgs,
+    #[command(flatten, next_help_heading = "Finding workers")]
+    pub discovery: DiscoveryArgs,
     #[command(flatten, next_help_heading = "Listening")]
     pub listen: ListenArgs,
     #[command(flatten, next_help_heading = "Deadlines")]
@@ -62,6 +66,7 @@ pub struct GatewayArgs {
 pub struct Config {
     pub fleet: FleetConfig,
     pub pair: PairConfig,
+    pub discovery: DiscoveryConfig,
     pub listen: Listen,
     pub deadlines: Deadlines,
     pub retries: Retries,
@@ -98,6 +103,7 @@ impl GatewayArgs {
         below
             .merge(Serialized::defaults(&self.fleet))
             .merge(Serialized::defaults(&self.pair))
+            .merge(Serialized::defaults(&self.discovery))
             .merge(Serialized::defaults(&self.listen))
             .merge(Serialized::defaults(&self.deadlines))
             .merge(Serialized::defaults(&self.retry))
@@ -108,10 +114,12 @@ impl GatewayArgs {
 
     /// Checks what the sources gave.
     pub fn checked(self) -> Result<Config, StartError> {
+        let discovery = self.discovery.checked()?;
         Ok(Config {
-            fleet: self.fleet.checked()?,
+            fleet: self.fleet.checked(discovery.any())?,
             pair: self.pair.checked(),
             listen: self.listen.checked()?,
+            discovery,
             deadlines: self.deadlines.checked()?,
             retries: self.retry.checked()?,
             admission: self.admission.checked()?,
@@ -126,6 +134,7 @@ fn extract(figment: &Figment) -> Result<GatewayArgs, String> {
     Ok(GatewayArgs {
         config: None,
         fleet: group(figment)?,
+        discovery: group(figment)?,
         pair: group(figment)?,
         listen: group(figment)?,
         deadlines: group(figment)?,

@@ -1,23 +1,28 @@
 //! Counters and gauges, under sglang_router's names where it has them: one file per room that counts, and here what all of
 //! them need. Label values come from fixed sets and from the configured workers, never from clients.
 
+mod discovery;
 pub mod door;
 mod exchange;
 mod fleet;
 mod server;
 
+use std::sync::Arc;
+
 use prometheus::core::Collector;
 use prometheus::{
-    Encoder, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, Opts, Registry, TextEncoder,
+    Encoder, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry, TextEncoder,
 };
 
 use crate::fleet::Fleet;
+pub use discovery::DiscoveryMetrics;
 use door::DoorMetrics;
 use exchange::ExchangeMetrics;
 use server::ServerMetrics;
 
 pub struct Metrics {
     registry: Registry,
+    pub discovery: Arc<DiscoveryMetrics>,
     pub door: DoorMetrics,
     pub exchange: ExchangeMetrics,
     pub server: ServerMetrics,
@@ -27,6 +32,7 @@ impl Metrics {
     pub fn new() -> Result<Self, prometheus::Error> {
         let registrar = Registrar(Registry::new());
         Ok(Metrics {
+            discovery: Arc::new(DiscoveryMetrics::new(&registrar)?),
             door: DoorMetrics::new(&registrar)?,
             exchange: ExchangeMetrics::new(&registrar)?,
             server: ServerMetrics::new(&registrar)?,
@@ -55,6 +61,10 @@ impl Registrar {
 
     fn counters(&self, name: &str, help: &str, labels: &[&str]) -> Result<IntCounterVec, prometheus::Error> {
         self.entered(IntCounterVec::new(Opts::new(name, help), labels)?)
+    }
+
+    fn gauges(&self, name: &str, help: &str, labels: &[&str]) -> Result<IntGaugeVec, prometheus::Error> {
+        self.entered(IntGaugeVec::new(Opts::new(name, help), labels)?)
     }
 
     fn gauge(&self, name: &str, help: &str) -> Result<IntGauge, prometheus::Error> {

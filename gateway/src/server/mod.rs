@@ -24,6 +24,7 @@ use pingora::server::{RunArgs, Server};
 use pingora::services::background::background_service;
 
 use crate::config::Config;
+use crate::discovery::Discovery;
 use crate::door::tls::Certificates;
 use crate::door::{AdminApp, DataApp, MetricsApp};
 use crate::error::StartError;
@@ -69,6 +70,7 @@ pub fn serve(config: Config, stop: Stop, listening: impl FnOnce(Addresses) + Sen
     });
     let gateway = Arc::new(Gateway::new(config)?);
     let sockets = Arc::new(Sockets::new(sockets));
+    let discovery = Discovery::new(&gateway)?;
 
     let conf = ServerConf {
         threads: 1,
@@ -85,6 +87,7 @@ pub fn serve(config: Config, stop: Stop, listening: impl FnOnce(Addresses) + Sen
     }
     server.add_service(Acceptor::new(METRICS, MetricsApp(gateway.clone()), endpoint(None)?, 1, &sockets, &gateway));
     server.add_service(background_service("probe", ProbeService(gateway.prober.clone())));
+    server.add_service(background_service("discovery", discovery));
     let failure = Arc::new(Mutex::new(None));
     let start = Mutex::new(Some(Start { predecessor, announce }));
     let life = Life { gateway, sockets, addresses, stop, upgrade_sock, start, failure: failure.clone() };

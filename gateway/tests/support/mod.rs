@@ -1,6 +1,8 @@
 //! Small workers that do what a test says, and a gateway in this process in front of them. Every wait has a limit.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
+pub mod cluster;
+
 use std::future::Future;
 use std::net::SocketAddr;
 use std::pin::Pin;
