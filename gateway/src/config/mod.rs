@@ -117,7 +117,7 @@ impl GatewayArgs {
         let discovery = self.discovery.checked()?;
         Ok(Config {
             fleet: self.fleet.checked(discovery.any())?,
-            pair: self.pair.checked(),
+            pair: self.pair.checked()?,
             listen: self.listen.checked()?,
             discovery,
             deadlines: self.deadlines.checked()?,

@@ -3,8 +3,17 @@
 //! pool has a policy object of its own. Adding a policy is a file and a line in the table below. *Pure*: loads, the time and
 //! the dice come in.
 
+mod branches;
+mod bucket;
+mod cache_aware;
+mod consistent_hashing;
+mod least_load;
+mod load;
+mod manual;
 mod power_of_two;
+mod prefixes;
 mod random;
+mod recent;
 mod round_robin;
 
 use std::fmt::Debug;
@@ -15,9 +24,15 @@ use rand::RngCore;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
+use crate::config::PairConfig;
+use branches::Branches;
+use load::Least;
+pub use load::{Balance, Load};
+pub use manual::AssignmentMode;
+
 /// The table: a policy's name on the command line and in files, and how it is made.
 macro_rules! policies {
-    ($($(#[doc = $help:literal])+ $name:ident => $make:expr,)+) => {
+    ($($(#[doc = $help:literal])+ $name:ident => $make:path,)+) => {
         /// A policy by name, as settings give it.
         #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize, clap::ValueEnum)]
         #[serde(rename_all = "snake_case")]
@@ -28,9 +43,9 @@ macro_rules! policies {
 
         impl PolicyName {
             /// A new policy object, for one side of one pool.
-            pub fn build(self) -> Arc<dyn Policy> {
+            pub fn build(self, config: &PairConfig) -> Arc<dyn Policy> {
                 match self {
-                    $(PolicyName::$name => Arc::new($make),)+
+                    $(PolicyName::$name => Arc::new($make(config)),)+
                 }
             }
         }
@@ -39,15 +54,25 @@ macro_rules! policies {
 
 policies! {
     /// Any of them.
-    Random => random::Random,
+    Random => random::Random::new,
     /// One after the other.
-    RoundRobin => round_robin::RoundRobin::default(),
+    RoundRobin => round_robin::RoundRobin::new,
     /// Two at random, the less loaded of them.
-    PowerOfTwo => power_of_two::PowerOfTwo,
+    PowerOfTwo => power_of_two::PowerOfTwo::new,
+    /// The least loaded.
+    LeastLoad => least_load::LeastLoad::new,
+    /// The one that holds the longest beginning of the conversation, unless it is much busier than others.
+    CacheAware => cache_aware::CacheAware::new,
+    /// By the length of the prompt (prefill only).
+    Bucket => bucket::Bucket::new,
+    /// By a hash of the session or user, within a bound of load.
+    ConsistentHashing => consistent_hashing::ConsistentHashing::new,
+    /// Where the session or user was first.
+    Manual => manual::Manual::new,
 }
 
 /// Who a worker is, for policies: derived from its name, so that it is the same in each gateway and after each restart.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct WorkerId(u64);
 
 impl WorkerId {
@@ -55,24 +80,10 @@ impl WorkerId {
     pub fn of(name: &str) -> Self {
         WorkerId(xxh3_64(name.as_bytes()))
     }
-}
 
-/// How busy a worker is.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Load {
-    /// Tokens as the worker reported them last plus an estimate of what was sent to it since; `None` if it reports none.
-    pub tokens: Option<u64>,
-    /// Legs of this gateway that have not ended.
-    pub legs: u32,
-}
-
-impl Load {
-    /// By tokens where both report them, else by legs.
-    fn is_less(self, other: Load) -> bool {
-        match (self.tokens, other.tokens) {
-            (Some(a), Some(b)) => (a, self.legs) < (b, other.legs),
-            _ => self.legs < other.legs,
-        }
+    /// A hash of its name.
+    fn hash(self) -> u64 {
+        self.0
     }
 }
 
@@ -110,6 +121,16 @@ pub trait Policy: Send + Sync + Debug {
 
     /// The worker is gone: nothing of it is remembered.
     fn forget(&self, _worker: WorkerId) {}
+
+    /// How often which branch was taken, by a name that metrics use.
+    fn branches(&self) -> Vec<(&'static str, u64)> {
+        Vec::new()
+    }
+
+    /// What it remembers, where it does: keys or blocks.
+    fn entries(&self) -> Option<usize> {
+        None
+    }
 }
 
 /// A number below `count`, each as likely.

@@ -4,9 +4,16 @@
 use rand::RngCore;
 
 use super::{Ask, Candidate, Policy, below};
+use crate::config::PairConfig;
 
 #[derive(Debug)]
 pub struct PowerOfTwo;
+
+impl PowerOfTwo {
+    pub fn new(_: &PairConfig) -> Self {
+        PowerOfTwo
+    }
+}
 
 impl Policy for PowerOfTwo {
     fn name(&self) -> &'static str {

@@ -3,9 +3,16 @@
 use rand::RngCore;
 
 use super::{Ask, Candidate, Policy, below};
+use crate::config::PairConfig;
 
 #[derive(Debug)]
 pub struct Random;
+
+impl Random {
+    pub fn new(_: &PairConfig) -> Self {
+        Random
+    }
+}
 
 impl Policy for Random {
     fn name(&self) -> &'static str {

@@ -5,10 +5,17 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use rand::RngCore;
 
 use super::{Ask, Candidate, Policy};
+use crate::config::PairConfig;
 
 #[derive(Debug, Default)]
 pub struct RoundRobin {
     turn: AtomicUsize,
+}
+
+impl RoundRobin {
+    pub fn new(_: &PairConfig) -> Self {
+        RoundRobin::default()
+    }
 }
 
 impl Policy for RoundRobin {

@@ -6,9 +6,15 @@ use rand::SeedableRng as _;
 use rand::rngs::StdRng;
 
 use super::*;
+use crate::config::tests::config;
 
 pub fn dice() -> StdRng {
     StdRng::seed_from_u64(0x7a6d)
+}
+
+/// Settings as a command line gives them.
+pub fn pair_config(line: &str) -> PairConfig {
+    config(&format!("--worker-urls http://w:1 {line}")).unwrap().pair
 }
 
 /// A request that says nothing of itself.
@@ -37,8 +43,8 @@ pub fn idle(count: usize) -> Vec<Candidate> {
 fn settings_and_metrics_use_the_same_names() {
     for name in PolicyName::value_variants() {
         let flag = name.to_possible_value().expect("none is hidden");
-        assert_eq!(flag.get_name(), name.build().name());
-        assert_eq!(serde_json::to_value(name).unwrap(), name.build().name());
+        assert_eq!(flag.get_name(), name.build(&pair_config("")).name());
+        assert_eq!(serde_json::to_value(name).unwrap(), flag.get_name());
     }
 }
 
@@ -53,7 +59,7 @@ proptest! {
     ) {
         let texts = ["a".repeat(2000), format!("{}{}", "a".repeat(1000), "b".repeat(900)), String::new(), "c".into()];
         for name in PolicyName::value_variants() {
-            let (policy, mut dice) = (name.build(), dice());
+            let (policy, mut dice) = (name.build(&pair_config("")), dice());
             for (loads, text, key) in &rounds {
                 let workers = workers(loads.iter().copied());
                 let text = texts[*text].as_str();
