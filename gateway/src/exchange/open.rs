@@ -17,7 +17,7 @@ use crate::fleet::{NoWorker, Picked, Worker, role_of};
 use crate::gateway::Gateway;
 use crate::leg::http1::{Beside, request_head};
 use crate::leg::{ConnectLimits, Leg, Line, Unreachable};
-use crate::pair::{Ask, WorkerId};
+use crate::pair::{self, Ask, WorkerId};
 
 /// The legs of one attempt, ready to be sent, with new rooms.
 pub enum Legs {
@@ -147,7 +147,9 @@ impl<'a> Opener<'a> {
             self.text = Some(scanned.routing_text().into_owned());
         }
         let text = self.text.as_deref();
-        let ask = || Ask { text, prompt_bytes: scanned.body().len(), key: None, now: Instant::now() };
+        let user = scanned.session_user();
+        let key = pair::session_of(&self.request.headers).or(user.as_deref());
+        let ask = || Ask { text, prompt_bytes: scanned.body().len(), key, now: Instant::now() };
         let mut picked = match self.failed.is_empty() {
             true => pool.pick(role, &ask(), &self.unreachable),
             false => {

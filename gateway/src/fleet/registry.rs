@@ -142,7 +142,7 @@ impl Registry {
         let sides = &mut self.sides;
         let snapshot = Snapshot::new(values, |name, role| {
             let policy = if role == Role::Prefill { pair.prefill_policy } else { pair.decode_policy };
-            sides.entry((name.to_owned(), role)).or_insert_with(|| SideState::new(policy.build())).clone()
+            sides.entry((name.to_owned(), role)).or_insert_with(|| SideState::new(policy.build(pair))).clone()
         });
         sides.retain(|(name, _), _| snapshot.pools().iter().any(|pool| pool.name == *name));
         snapshot

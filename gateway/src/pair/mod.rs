@@ -20,6 +20,7 @@ use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::Instant;
 
+use http::HeaderMap;
 use rand::RngCore;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
@@ -29,6 +30,9 @@ use branches::Branches;
 use load::Least;
 pub use load::{Balance, Load};
 pub use manual::AssignmentMode;
+
+/// Names of a session, sglang_router's first.
+const SESSION_HEADERS: [&str; 2] = ["x-smg-routing-key", "x-session-id"];
 
 /// The table: a policy's name on the command line and in files, and how it is made.
 macro_rules! policies {
@@ -92,6 +96,11 @@ impl WorkerId {
 pub struct Candidate {
     pub id: WorkerId,
     pub load: Load,
+}
+
+/// What a client's headers say about which requests belong together, before the body's `user` does.
+pub fn session_of(headers: &HeaderMap) -> Option<&str> {
+    SESSION_HEADERS.iter().find_map(|name| headers.get(*name)?.to_str().ok().filter(|session| !session.is_empty()))
 }
 
 /// What a policy may look at of a request.
