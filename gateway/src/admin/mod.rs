@@ -2,6 +2,7 @@
 
 mod engine_metrics;
 mod models;
+mod workers;
 
 use bytes::Bytes;
 use futures_util::future::join_all;
@@ -9,7 +10,7 @@ use http::{HeaderMap, Method};
 use pingora::protocols::http::ServerSession;
 use serde_json::{Value, json};
 
-use crate::config::Role;
+use crate::admin::workers::Order;
 use crate::door::keys::{Key, Right};
 use crate::door::reply::{self, Done};
 use crate::error::{Failure, Side};
@@ -24,7 +25,7 @@ const ANSWER_BYTES_MAX: usize = 16 << 20;
 pub enum Route {
     Health,
     Readiness,
-    Workers,
+    Workers(Order),
     Loads,
     /// Asked of the first worker that answers, by the first of these paths that it has.
     Passed(&'static [&'static str]),
@@ -41,7 +42,7 @@ type Entry = (&'static str, Method, Route, Right);
 
 /// sglang_router leaves `/v1/models` and the info questions open to all; here they need a key where there are keys, since
 /// they tell what serves.
-const ROUTES: [Entry; 15] = [
+const ROUTES: [Entry; 22] = [
     ("/health", Method::GET, Route::Health, Right::Nobody),
     ("/liveness", Method::GET, Route::Health, Right::Nobody),
     ("/readiness", Method::GET, Route::Readiness, Right::Nobody),
@@ -52,7 +53,14 @@ const ROUTES: [Entry; 15] = [
     ("/server_info", Method::GET, Route::Passed(&["/server_info", "/get_server_info"]), Right::Data),
     ("/get_model_info", Method::GET, Route::Passed(&["/get_model_info", "/model_info"]), Right::Data),
     ("/model_info", Method::GET, Route::Passed(&["/model_info", "/get_model_info"]), Right::Data),
-    ("/workers", Method::GET, Route::Workers, Right::Admin),
+    ("/workers", Method::GET, Route::Workers(Order::List), Right::Admin),
+    ("/workers", Method::POST, Route::Workers(Order::Add), Right::Admin),
+    (ONE_WORKER, Method::GET, Route::Workers(Order::Show), Right::Admin),
+    (ONE_WORKER, Method::PUT, Route::Workers(Order::Change), Right::Admin),
+    (ONE_WORKER, Method::DELETE, Route::Workers(Order::Remove), Right::Admin),
+    ("/add_worker", Method::POST, Route::Workers(Order::AddUrl), Right::Admin),
+    ("/remove_worker", Method::POST, Route::Workers(Order::RemoveUrl), Right::Admin),
+    ("/list_workers", Method::GET, Route::Workers(Order::ListUrls), Right::Admin),
     ("/get_loads", Method::GET, Route::Loads, Right::Admin),
     ("/flush_cache", Method::POST, Route::FlushCache, Right::Admin),
     ("/abort_request", Method::POST, Route::AbortRequest, Right::Admin),
@@ -62,12 +70,21 @@ const ROUTES: [Entry; 15] = [
 /// The path of one model, as metrics call it. A model's name may have slashes.
 const ONE_MODEL: &str = "/v1/models/{model}";
 const ONE_MODEL_PREFIX: &str = "/v1/models/";
+/// The path of one worker.
+const ONE_WORKER: &str = "/workers/{id}";
 
-/// A known path.
-pub fn route(path: &str) -> Option<&'static Entry> {
+/// A known path. Where it takes several methods it is the asked one's entry, and the first where it does not take that.
+pub fn route(path: &str, method: &Method) -> Option<&'static Entry> {
     static TABLE: &[Entry] = &ROUTES;
-    let path = if path.len() > ONE_MODEL_PREFIX.len() && path.starts_with(ONE_MODEL_PREFIX) { ONE_MODEL } else { path };
-    TABLE.iter().find(|(known, ..)| *known == path)
+    let is_one_model = path.len() > ONE_MODEL_PREFIX.len() && path.starts_with(ONE_MODEL_PREFIX);
+    let is_one_worker = path.strip_prefix("/workers/").is_some_and(|id| !id.is_empty() && !id.contains('/'));
+    let path = match (is_one_model, is_one_worker) {
+        (true, _) => ONE_MODEL,
+        (_, true) => ONE_WORKER,
+        _ => path,
+    };
+    let of_path = || TABLE.iter().filter(|(known, ..)| *known == path);
+    of_path().find(|(_, allowed, ..)| allowed == method).or_else(|| of_path().next())
 }
 
 pub async fn answer(
@@ -80,7 +97,7 @@ pub async fn answer(
     match route {
         Route::Health => reply::text(session, 200, "text/plain", "OK").await,
         Route::Readiness => readiness(gateway, session).await,
-        Route::Workers => reply::json(session, 200, &workers(gateway)).await,
+        Route::Workers(order) => workers::answer(&gateway.fleet, session, order, body).await,
         Route::Loads => reply::json(session, 200, &loads(gateway).await).await,
         Route::Passed(paths) => passed(gateway, session, paths).await,
         Route::Models => models::list(gateway, session, key).await,
@@ -118,30 +135,6 @@ async fn readiness(gateway: &Gateway, session: &mut ServerSession) -> Done {
 
 fn unwell(worker: &Worker) -> Value {
     json!({"url": worker.url(), "worker_type": worker.spec.role.worker_type(), "reason": worker.health().reason()})
-}
-
-fn workers(gateway: &Gateway) -> Value {
-    let fleet = gateway.fleet.snapshot();
-    let describe = |worker: &Worker| {
-        json!({
-            "id": worker.url(),
-            "url": worker.url(),
-            "worker_type": worker.spec.role.worker_type(),
-            "is_healthy": worker.is_healthy(),
-            "health": if worker.is_healthy() { "healthy" } else { "unhealthy" },
-            "reason": (!worker.is_healthy()).then(|| worker.health().reason().to_owned()),
-            "load": worker.legs(),
-            "reported_tokens": worker.load().tokens,
-            "connection_mode": "http",
-            "bootstrap_port": worker.bootstrap_port().filter(|_| worker.spec.role == Role::Prefill),
-        })
-    };
-    let all: Vec<Value> = fleet.workers.iter().map(|w| describe(w)).collect();
-    let count = |role| fleet.workers.iter().filter(|w| w.spec.role == role).count();
-    let stats = json!({
-        "prefill_count": count(Role::Prefill), "decode_count": count(Role::Decode), "regular_count": count(Role::Plain),
-    });
-    json!({"workers": all, "total": fleet.workers.len(), "stats": stats})
 }
 
 async fn loads(gateway: &Gateway) -> Value {

@@ -42,7 +42,7 @@ impl Target {
             Method::POST => "POST",
             _ => "OTHER",
         };
-        let (kind, allowed, right, path_label) = match (Endpoint::of_path(path), admin::route(path)) {
+        let (kind, allowed, right, path_label) = match (Endpoint::of_path(path), admin::route(path, &method)) {
             (Some(endpoint), _) => (Kind::Data(endpoint), Method::POST, Right::Data, endpoint.path()),
             (None, Some((known, allowed, route, right))) => (Kind::Admin(*route), allowed.clone(), *right, *known),
             (None, None) => return Target::unknown(method, method_label),

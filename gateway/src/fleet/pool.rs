@@ -239,11 +239,6 @@ impl Pool {
         whole(Standing::Healthy) || !self.plain.has(Standing::Healthy)
     }
 
-    /// The role of the worker that answers the client.
-    pub fn answering(&self) -> Role {
-        if self.is_split() { Role::Decode } else { Role::Plain }
-    }
-
     /// Somebody healthy on each side, or a healthy plain worker.
     pub fn is_ready(&self) -> bool {
         let healthy = |members: &Members| members.workers.iter().any(|w| w.is_healthy());

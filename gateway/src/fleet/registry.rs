@@ -57,7 +57,8 @@ impl Change {
         }
     }
 
-    fn of(&self, spec: &WorkerSpec) -> WorkerSpec {
+    /// A worker as it is described, changed.
+    pub fn of(&self, spec: &WorkerSpec) -> WorkerSpec {
         WorkerSpec {
             role: self.role.unwrap_or(spec.role),
             bootstrap_port: self.bootstrap_port.or(spec.bootstrap_port),
@@ -119,6 +120,7 @@ impl Registry {
         if let Some(member) = self.members.iter_mut().find(|m| m.spec.url == url)
             && later.role.is_some()
         {
+            // The operator's word comes after the worker's own.
             member.facts.role = None;
             member.live.meet_again();
         }
@@ -162,7 +164,8 @@ impl Registry {
                     Some(member) if member.sources.contains(source) => {}
                     Some(member) => {
                         if member.sources.is_empty() {
-                            member.spec = self.changes.get(&spec.url).map_or_else(|| spec.clone(), |c| c.of(spec));
+                            let changed = self.changes.get(&spec.url).map(|change| change.of(spec));
+                            member.describe(changed.unwrap_or_else(|| spec.clone()));
                         }
                         member.sources.push(*source);
                     }
@@ -196,6 +199,15 @@ impl Member {
     fn new(spec: WorkerSpec, source: Source, config: &FleetConfig) -> Self {
         let live = Arc::new(Live::new(&spec.url, config.thresholds, config.breaker));
         Member { spec, facts: Facts::default(), sources: vec![source], live, value: None }
+    }
+
+    /// Takes a new description. What it was met as before is no longer what it must be met as where its role is another one.
+    fn describe(&mut self, spec: WorkerSpec) {
+        if spec.role != self.spec.role {
+            self.facts.role = None;
+            self.live.meet_again();
+        }
+        self.spec = spec;
     }
 
     /// Its value for a snapshot: the last one where nothing about it is new.

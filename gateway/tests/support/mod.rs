@@ -59,6 +59,8 @@ pub struct Worker {
     pub connections: Arc<AtomicUsize>,
     /// While true no new request gets an answer, as of a stopped process: connections stand, bytes are taken.
     pub frozen: watch::Sender<bool>,
+    /// What it says of itself from now on.
+    pub says: watch::Sender<Says>,
     stop: Option<oneshot::Sender<()>>,
     stopped: Option<oneshot::Receiver<()>>,
 }
@@ -68,12 +70,17 @@ pub struct Worker {
 pub struct Says {
     pub mode: &'static str,
     pub health: u16,
+    /// How long an answer to a health check takes.
+    pub health_takes: Duration,
     pub tokens: u64,
+    pub model: &'static str,
+    /// The path of its loads; `/get_load` answers in its own shape.
+    pub loads: &'static str,
 }
 
 impl Says {
     pub fn mode(mode: &'static str) -> Self {
-        Says { mode, health: 200, tokens: 7 }
+        Says { mode, health: 200, health_takes: Duration::ZERO, tokens: 7, model: "mock", loads: "/v1/loads" }
     }
 }
 
@@ -101,6 +108,7 @@ impl Worker {
         let connections = Arc::new(AtomicUsize::new(0));
         let counts = Counts { connections: connections.clone(), ..Default::default() };
         let (frozen, freezing) = watch::channel(false);
+        let (says, saying) = watch::channel(says);
         tokio::spawn(async move {
             let mut tasks = tokio::task::JoinSet::new();
             loop {
@@ -110,7 +118,7 @@ impl Worker {
                 };
                 tasks.spawn(serve(
                     socket,
-                    says,
+                    saying.clone(),
                     script.clone(),
                     (tell.clone(), tell_aborted.clone()),
                     counts.clone(),
@@ -121,7 +129,7 @@ impl Worker {
             tasks.shutdown().await;
             let _ = done.send(());
         });
-        Worker { address, got, aborted, connections, frozen, stop: Some(stop), stopped: Some(stopped) }
+        Worker { address, got, aborted, connections, frozen, says, stop: Some(stop), stopped: Some(stopped) }
     }
 
     pub fn url(&self) -> String {
@@ -149,7 +157,7 @@ struct Counts {
 
 async fn serve(
     mut socket: TcpStream,
-    says: Says,
+    says: watch::Receiver<Says>,
     script: Script,
     (tell, tell_aborted): (mpsc::Sender<Got>, mpsc::Sender<String>),
     counts: Counts,
@@ -179,11 +187,16 @@ async fn serve(
         if let Some(rid) = asked["rid"].as_str().filter(|_| path == "/abort_request") {
             let _ = tell_aborted.try_send(rid.to_owned());
         }
+        let says = *says.borrow();
+        if path == "/health" {
+            tokio::time::sleep(says.health_takes).await;
+        }
         let (status, body) = match path {
             "/health" => (says.health, json!({})),
             "/server_info" => (200, json!({"disaggregation_mode": says.mode, "disaggregation_bootstrap_port": 8998})),
-            "/v1/loads" => (200, json!({"loads": [{"num_total_tokens": says.tokens}]})),
-            "/v1/models" => (200, json!({"object": "list", "data": [{"id": "mock"}]})),
+            "/v1/loads" if says.loads == path => (200, json!({"loads": [{"num_total_tokens": says.tokens}]})),
+            "/get_load" if says.loads == path => (200, json!([{"num_tokens": says.tokens}])),
+            "/v1/models" => (200, json!({"object": "list", "data": [{"id": says.model}]})),
             "/abort_request" => (400, json!({"error": {"message": "say a rid", "code": "no_rid"}})),
             "/flush_cache" => (200, json!({})),
             _ => (404, json!({})),
@@ -450,6 +463,11 @@ pub fn pd_args(prefill: &[&Worker], decode: &[&Worker]) -> GatewayArgs {
         a.fleet.prefill = prefill.iter().flat_map(|w| [w.url(), "8998".into()]).collect();
         a.fleet.decode = decode.iter().map(|w| w.url()).collect();
     })
+}
+
+/// Plain workers only.
+pub fn plain_args(workers: &[&Worker]) -> GatewayArgs {
+    with(GatewayArgs::default(), |a| a.fleet.worker_urls = workers.iter().map(|w| w.url()).collect())
 }
 
 /// The error object of an answer, with its status and code header checked against it.
