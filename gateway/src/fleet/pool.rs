@@ -223,11 +223,6 @@ impl Pool {
         self.members(role).state.picks.load(Relaxed)
     }
 
-    /// It has plain workers, which can answer what needs one worker for both phases.
-    pub fn has_plain(&self) -> bool {
-        !self.plain.workers.is_empty()
-    }
-
     /// A request is served by a prefill and a decode worker now. A pool with both kinds goes split as long as each side has
     /// somebody, and else to its plain workers, if one of them may serve.
     pub fn is_split(&self) -> bool {
