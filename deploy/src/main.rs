@@ -1,6 +1,7 @@
 //! The one binary, `tandem`: the words of the command line, and nothing else. Each subcommand is a library call.
 
 mod descriptors;
+mod doctor;
 mod leash;
 mod logging;
 mod up;
@@ -34,6 +35,7 @@ enum Command {
     ///
     /// Every setting can also come from the environment (TANDEM_WORKER_PORT=...) or from a file (--config).
     Worker(Box<WorkerArgs>),
+    Doctor(Box<doctor::DoctorArgs>),
 }
 
 fn main() -> ExitCode {
@@ -59,6 +61,7 @@ fn run(command: Command) -> Result<ExitCode, Box<dyn Error>> {
             }
             tandem_gateway::run(*args)?;
         }
+        Command::Doctor(args) => return doctor::run(*args),
         Command::Worker(args) => {
             let args = args.merged()?;
             logging::start(args.log_level.as_deref())?;

@@ -37,7 +37,7 @@ pub mod stream;
 use std::io::{IsTerminal as _, Write as _};
 
 pub use backend::Backend;
-pub use config::{Config, GatewayArgs, Role, WorkerSpec};
+pub use config::{Config, GatewayArgs, Role, Secret, WorkerSpec};
 pub use discovery::known_workers;
 pub use error::{Failure, Side, StartError};
 pub use exchange::ticket;
@@ -59,6 +59,11 @@ pub fn run(args: GatewayArgs) -> Result<(), StartError> {
             "tandem gateway listens on {scheme}://{data}, metrics on http://{metrics}/metrics"
         );
     })
+}
+
+/// A client that trusts and shows what legs to workers do. Reads the files that the settings name.
+pub fn worker_client(config: &Config) -> Result<reqwest::ClientBuilder, StartError> {
+    Ok(leg::tls::PeerTls::load(&config.security.workers)?.client(reqwest::Client::builder()))
 }
 
 /// Logs go to stderr; a subscriber that the process has already stays.
