@@ -14,8 +14,8 @@
 //! | `stream` | judges the answer while it passes | pure |
 //! | `reply`, `error` | what the gateway itself has to say | I/O, pure |
 //!
-//! Beside the path: `discovery` finds workers, `probe` asks them how they do, `admin` answers operators, `metrics` counts, `server` listens and
-//! stops, `config` holds the settings.
+//! Beside the path: `discovery` finds workers, `probe` asks them how they do, `admin` answers operators, `metrics` counts,
+//! `server` listens and stops, `config` holds the settings.
 
 mod admin;
 pub mod backend;
