@@ -147,8 +147,10 @@ impl<'a> Opener<'a> {
             self.text = Some(scanned.routing_text().into_owned());
         }
         let text = self.text.as_deref();
-        let user = scanned.session_user();
-        let key = pair::session_of(&self.request.headers).or(user.as_deref());
+        let session = || pair::session_of(&self.request.headers);
+        let (user, session) =
+            if pool.policy(role).reads_key() { (scanned.session_user(), session()) } else { (None, None) };
+        let key = session.or(user.as_deref());
         let ask = || Ask { text, prompt_bytes: scanned.body().len(), key, now: Instant::now() };
         let mut picked = match self.failed.is_empty() {
             true => pool.pick(role, &ask(), &self.unreachable),

@@ -5,6 +5,7 @@ mod discovery;
 pub mod door;
 mod exchange;
 mod fleet;
+mod pair;
 mod server;
 
 use std::sync::Arc;
@@ -44,7 +45,8 @@ impl Metrics {
     pub fn render(&self, fleet: &Fleet) -> Result<Vec<u8>, prometheus::Error> {
         let mut families = self.registry.gather();
         // A family without series is none.
-        families.extend(fleet::families(fleet)?.into_iter().filter(|family| !family.get_metric().is_empty()));
+        let looked_at = fleet::families(fleet)?.into_iter().chain(pair::families(fleet)?);
+        families.extend(looked_at.filter(|family| !family.get_metric().is_empty()));
         let mut text = Vec::new();
         TextEncoder::new().encode(&families, &mut text)?;
         Ok(text)

@@ -42,6 +42,10 @@ impl Policy for ConsistentHashing {
         "consistent_hashing"
     }
 
+    fn reads_key(&self) -> bool {
+        true
+    }
+
     fn choose(&self, ask: &Ask, candidates: &[Candidate], dice: &mut dyn RngCore) -> usize {
         let Some(key) = ask.key else {
             self.branches.count(0);

@@ -129,6 +129,10 @@ impl Policy for Manual {
         "manual"
     }
 
+    fn reads_key(&self) -> bool {
+        true
+    }
+
     fn choose(&self, ask: &Ask, candidates: &[Candidate], dice: &mut dyn RngCore) -> usize {
         let (place, branch) = match ask.key {
             Some(key) => self.seat(key, ask.now, candidates, dice),

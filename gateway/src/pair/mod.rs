@@ -110,7 +110,7 @@ pub struct Ask<'a> {
     pub text: Option<&'a str>,
     /// The length of the prompt, or of the body where nobody measured the prompt.
     pub prompt_bytes: usize,
-    /// What says that requests belong together.
+    /// What says that requests belong together; only where [`Policy::reads_key`].
     pub key: Option<&'a str>,
     pub now: Instant,
 }
@@ -122,6 +122,11 @@ pub trait Policy: Send + Sync + Debug {
 
     /// It wants [`Ask::text`], which costs a pass over the body.
     fn reads_text(&self) -> bool {
+        false
+    }
+
+    /// It wants [`Ask::key`].
+    fn reads_key(&self) -> bool {
         false
     }
 
