@@ -4,37 +4,34 @@
 //! While the client takes a piece nothing more is read from D, so that a slow client slows its worker and costs one piece;
 //! P is read on, and each failure, deadline, leaving and stop is seen and acted upon at once.
 
+mod legs;
+mod reply;
+
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use bytes::Bytes;
-use http::Version;
-use http::header::{CONTENT_LENGTH, TRANSFER_ENCODING};
-use pingora::http::ResponseHeader;
 use pingora::protocols::http::ServerSession;
-use tokio::time::{Sleep, sleep_until, timeout};
+use tokio::time::{Sleep, sleep_until};
 
 use crate::backend::Order;
-use crate::door::reply::{Done, REQUEST_ID};
+use crate::door::reply::Done;
 use crate::error::{Failure, Side};
 use crate::exchange::afterwards;
 use crate::exchange::client::{self, Outgoing};
-use crate::exchange::drive::{self, Request};
+use crate::exchange::drive::Request;
 use crate::exchange::limits::{Clock, Limits};
 use crate::exchange::machine::{Action, Deadline, Exchange, Fact, Plan};
-use crate::exchange::open::{Legs, Opener};
+use crate::exchange::open::Legs;
 use crate::fleet::{Outcome, Picked, Worker};
 use crate::gateway::Gateway;
 use crate::leg::http1::ResponseHead;
-use crate::leg::{ConnectLimits, Leg, LegEvent};
+use crate::leg::{Leg, LegEvent};
 use crate::pair::WorkerId;
-use crate::stream::{Answer, Meaning, Merge, PrefillAnswer, Step};
-
-/// How long a client may take for the event that tells it of a failure.
-const LAST_WORDS: Duration = Duration::from_secs(5);
+use crate::stream::{Answer, Merge, PrefillAnswer};
 
 /// What came of an attempt.
 pub enum End {
@@ -291,129 +288,6 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn blame_slow_worker(&self, deadline: Deadline) {
-        let leg = match deadline {
-            Deadline::Prefill => &self.prefill,
-            Deadline::FirstToken if self.prefill.is_some() => &self.prefill,
-            Deadline::FirstToken | Deadline::Silence => &self.decode,
-            Deadline::Whole | Deadline::Verdict | Deadline::ClientWrite => &None,
-        };
-        if !self.shortened {
-            report(leg, Outcome::Failed);
-        }
-    }
-
-    /// P's bytes go nowhere; they are only judged.
-    fn on_prefill(&mut self, event: LegEvent) {
-        let meaning = match event {
-            LegEvent::Head(head) => {
-                let worker = self.prefill_worker.as_ref().map_or("", |worker| worker.url());
-                let answer = Answer::new(Side::Prefill, worker, &head, self.request.expected());
-                self.prefill_answer = Some(if self.needs_part() { answer.keeping() } else { answer });
-                return;
-            }
-            LegEvent::Data(data) => self.prefill_answer.as_mut().map(|answer| answer.push(data).meaning),
-            LegEvent::End { clean } => self.prefill_answer.as_mut().map(|answer| answer.end(clean).meaning),
-            LegEvent::Broken(failure) => Some(Meaning::Failed(failure)),
-        };
-        match meaning {
-            Some(Meaning::Complete) => {
-                report(&self.prefill, Outcome::Good);
-                if let Some(leg) = self.prefill.take() {
-                    afterwards::tidy(leg);
-                }
-                let needs_part = self.needs_part();
-                self.part = self.prefill_answer.as_mut().filter(|_| needs_part).map(Answer::take_prefill);
-                self.on(Fact::PrefillEnded);
-                self.hand_part_over();
-            }
-            Some(Meaning::Failed(failure)) => {
-                let failure = of_worker(failure, self.prefill_worker.as_ref());
-                self.gateway.metrics.exchange.leg_failed(Side::Prefill, &failure);
-                report(&self.prefill, Outcome::of(&failure));
-                self.culprit = self.prefill_worker.as_ref().map(|worker| worker.id());
-                self.forget_engine();
-                self.accused = None;
-                self.prefill = None;
-                self.on(Fact::PrefillFailed(failure));
-            }
-            Some(Meaning::None | Meaning::Token) | None => {}
-        }
-    }
-
-    /// D's answer, or its body, is made with P's.
-    fn needs_part(&self) -> bool {
-        self.merge != Merge::default() || self.decode_next.is_some()
-    }
-
-    /// What waited for P's answer goes on.
-    fn hand_part_over(&mut self) {
-        let Some(answer) = self.decode_answer.as_mut().filter(|_| self.part.is_some()) else { return };
-        let step = answer.prefill(self.part.take().unwrap_or_default());
-        self.clock.hold(false, Instant::now());
-        self.on_step(step);
-    }
-
-    fn on_decode(&mut self, event: LegEvent) {
-        self.clock.piece(Instant::now());
-        let step = match event {
-            LegEvent::Head(head) => {
-                let expected = self.request.expected();
-                let answer = Answer::new(Side::Decode, self.decode_worker.url(), &head, expected);
-                self.decode_answer = Some(answer.merging(self.merge));
-                self.decode_head = Some(Box::new(head));
-                return self.hand_part_over();
-            }
-            LegEvent::Data(data) => self.decode_answer.as_mut().map(|answer| answer.push(data)),
-            LegEvent::End { clean } => self.decode_answer.as_mut().map(|answer| answer.end(clean)),
-            LegEvent::Broken(failure) => return self.decode_failed(failure),
-        };
-        if let Some(step) = step {
-            self.on_step(step);
-        }
-        if self.decode_answer.as_ref().is_some_and(Answer::waits_for_prefill) {
-            self.clock.hold(true, Instant::now());
-        }
-    }
-
-    fn on_step(&mut self, step: Step) {
-        match step.meaning {
-            Meaning::Complete => {
-                report(&self.decode, Outcome::Good);
-                self.rest = step.forward;
-                let streamed = self.decode_head.as_ref().is_some_and(|head| head.is_event_stream());
-                self.on(Fact::DecodeEnded { streamed });
-            }
-            Meaning::Failed(failure) => {
-                self.send(step.forward);
-                self.decode_failed(failure);
-            }
-            Meaning::Token => {
-                self.clock.token();
-                report(&self.decode, Outcome::Good);
-                self.on(Fact::DecodeToken);
-                self.send(step.forward);
-            }
-            Meaning::None => self.send(step.forward),
-        }
-    }
-
-    /// D may have looked for an engine that is gone.
-    fn forget_engine(&self) {
-        if let Some(worker) = self.prefill_worker.as_ref().filter(|_| self.request.backend().needs_engine_id()) {
-            self.gateway.engines.forget(worker.id());
-        }
-    }
-
-    fn decode_failed(&mut self, failure: Failure) {
-        let failure = of_worker(failure, Some(&self.decode_worker));
-        self.gateway.metrics.exchange.leg_failed(Side::Decode, &failure);
-        self.culprit = Some(self.decode_worker.id());
-        self.forget_engine();
-        self.accused = self.decode.take().map(|leg| (leg.into_picked(), Outcome::of(&failure)));
-        self.on(Fact::DecodeFailed(failure));
-    }
-
     /// A piece that is not the last.
     fn send(&mut self, piece: Bytes) {
         if piece.is_empty() || self.machine.is_over() {
@@ -479,26 +353,6 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Closes a leg that its worker still works at.
-    fn abort(&self, leg: Option<Leg>) {
-        let Some(worker) = leg.map(|leg| leg.worker().clone()) else { return };
-        if self.request.config.fleet.backend.aborts_by_rid()
-            && let Some(rid) = self.request.scanned.rid()
-        {
-            let limits = ConnectLimits::of(&self.request.config.deadlines);
-            self.gateway.aborts.send(&self.gateway.connector, &worker, &rid, limits);
-        }
-    }
-
-    /// P ended: D's body can be made of its answer.
-    fn send_decode(&mut self) {
-        let Some(DecodeNext { picked, fresh }) = self.decode_next.take() else { return };
-        let part = self.part.get_or_insert_default();
-        let body = self.request.backend().decode_after(&self.request.scanned, part);
-        let opener = Opener::new(self.gateway, self.request);
-        self.opening = Some(Box::pin(opener.open_decode(picked, body, fresh)));
-    }
-
     /// Both connections are closed before the client hears of it.
     fn fail(&mut self, ending: Ending) {
         self.prefill = None;
@@ -509,73 +363,5 @@ impl<'a> Run<'a> {
         }
         self.clock.failed(Instant::now());
         self.ending = Some(ending);
-    }
-
-    async fn end(&mut self, session: &mut ServerSession, ending: Ending) -> End {
-        End::Done(match ending {
-            Ending::Leave => drive::left(self.gateway),
-            Ending::Finish => Done::ok(self.opened.unwrap_or_else(|| self.status())),
-            Ending::Answer(failure) => drive::answer(session, self.request, &failure).await,
-            Ending::BreakOff(failure) => {
-                drive::log(self.request, &failure);
-                let events = self.decode_head.as_ref().is_some_and(|head| head.is_event_stream());
-                break_off(session, self.opened.unwrap_or(200), events, &failure).await
-            }
-            Ending::StartOver(failure) => return End::StartOver(failure, self.culprit),
-        })
-    }
-
-    /// The first piece brings D's status and headers along; the framing is ours: a length, chunks, or for HTTP/1.0, which
-    /// has no chunks, the close.
-    fn with_head(&mut self, session: &mut ServerSession, version: Version, out: Outgoing) -> Outgoing {
-        if std::mem::replace(&mut self.head_sent, true) {
-            return out;
-        }
-        let _ = self.request.served.first_byte.set(Instant::now());
-        let waited = self.request.arrived.elapsed().as_secs_f64();
-        self.gateway.metrics.exchange.first_byte(self.request.endpoint, waited);
-        let mut head = ResponseHeader::build(self.status(), None).expect("a parsed status is one");
-        let headers = self.decode_head.iter().flat_map(|h| &h.headers);
-        for (name, value) in headers {
-            head.append_header(name.clone(), value.clone()).expect("a parsed header is one");
-        }
-        if let Some(id) = self.request.headers.get(REQUEST_ID) {
-            head.insert_header(REQUEST_ID, id.clone()).expect("a parsed header is one");
-        }
-        let framed = match out.last {
-            true => head.insert_header(CONTENT_LENGTH, out.piece.len()),
-            false if version == Version::HTTP_10 => {
-                session.set_keepalive(None);
-                Ok(())
-            }
-            false => head.insert_header(TRANSFER_ENCODING, "chunked"),
-        };
-        framed.expect("both are headers");
-        Outgoing { head: Some(Box::new(head)), ..out }
-    }
-}
-
-/// Bytes were sent already: a stream of events ends with one that tells what happened, anything else by a cut connection,
-/// which a client sees as an incomplete body.
-async fn break_off(session: &mut ServerSession, status: u16, events: bool, failure: &Failure) -> Done {
-    if !events {
-        return Done::broken(status, failure.code);
-    }
-    let event = Outgoing { head: None, piece: failure.event(), last: true };
-    let said = timeout(LAST_WORDS, client::write(session, event)).await;
-    Done { status, code: failure.code, whole: said == Ok(true) }
-}
-
-fn report(leg: &Option<Leg>, outcome: Outcome) {
-    if let Some(leg) = leg {
-        leg.report(outcome);
-    }
-}
-
-/// The log names the worker that failed.
-fn of_worker(failure: Failure, worker: Option<&Arc<Worker>>) -> Failure {
-    match worker {
-        Some(worker) => failure.with_detail(worker.url()),
-        None => failure,
     }
 }
