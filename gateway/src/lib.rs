@@ -36,6 +36,9 @@ pub mod stream;
 
 use std::io::{IsTerminal as _, Write as _};
 
+use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::util::SubscriberInitExt as _;
+
 pub use backend::Backend;
 pub use config::{Config, GatewayArgs, Role, Secret, WorkerSpec};
 pub use discovery::known_workers;
@@ -66,11 +69,14 @@ pub fn worker_client(config: &Config) -> Result<reqwest::ClientBuilder, StartErr
     Ok(leg::tls::PeerTls::load(&config.security.workers)?.client(reqwest::Client::builder()))
 }
 
+/// What `--log-level` stands for. A bare level is the gateway's own; the libraries below it say only what an operator must know.
+pub fn log_filter(level: &str) -> String {
+    if level.contains(['=', ',']) { level.to_owned() } else { format!("{level},pingora_core=warn,pingora=warn") }
+}
+
 /// Logs go to stderr; a subscriber that the process has already stays.
 fn start_logging(level: &str) -> Result<(), StartError> {
-    let filter =
-        if level.contains(['=', ',']) { level.to_owned() } else { format!("{level},pingora_core=warn,pingora=warn") };
-    let filter = tracing_subscriber::EnvFilter::try_new(&filter)
+    let filter = tracing_subscriber::EnvFilter::try_new(log_filter(level))
         .map_err(|e| StartError::Config(format!("--log-level {level:?}: {e}")))?;
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
@@ -78,6 +84,8 @@ fn start_logging(level: &str) -> Result<(), StartError> {
         .with_ansi(std::io::stderr().is_terminal())
         // Otherwise a line that cannot be written is told by `eprintln!`, which panics because it cannot be written.
         .log_internal_errors(false)
+        .finish()
+        .with(door::handshakes::Handshakes::default())
         .try_init();
     Ok(())
 }
