@@ -175,3 +175,34 @@ async fn workers_are_told_by_the_clients_id_that_nobody_waits_any_more() {
         assert!(p.aborted.try_recv().is_err() && d.aborted.try_recv().is_err());
     }
 }
+
+/// Which legs a request has follows from the pool of its own model, not from the rest of the fleet.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_split_model_beside_a_plain_one() {
+    let of = |mode, model| Says { model, ..Says::mode(mode) };
+    let free = "127.0.0.1:0".parse().unwrap();
+    let mut p = Worker::start_at(free, of("prefill", "split"), well).await;
+    let mut d = Worker::start_at(free, of("decode", "split"), well).await;
+    let mut plain = Worker::start_at(free, of("null", "plain"), well).await;
+    let args = with(pd_args(&[&p], &[&d]), |a| a.fleet.worker_urls = vec![plain.url()]);
+    let gateway = Gateway::start(args).await;
+    let known = |_: u16, v: &Value| v["data"].as_array().is_some_and(|models| models.len() == 2);
+    gateway.until("/v1/models", known).await;
+    gateway.until_ready().await;
+    let ask = |path: &'static str, body: Value| gateway.post(path, body.to_string());
+    for stream in [false, true] {
+        let of_split = json!({"model": "split", "messages": [], "stream": stream});
+        assert_eq!(ask("/v1/chat/completions", of_split).await.status(), 200);
+        assert_eq!(p.next().await.room(), d.next().await.room());
+    }
+    assert_eq!(ask("/v1/chat/completions", json!({"model": "plain", "messages": []})).await.status(), 200);
+    assert_eq!(plain.next().await.json()["bootstrap_room"], Value::Null);
+    let embed = |model: &str| ask("/v1/embeddings", json!({"model": model, "input": "a"}));
+    assert_eq!(embed("plain").await.status(), 200);
+    plain.next().await;
+    let (status, code, _) = error_of(embed("split").await).await;
+    assert_eq!((status, code.as_str()), (501, "unsupported_with_pd"));
+    let (status, code, error) = error_of(embed("none").await).await;
+    assert_eq!((status, code.as_str(), &error["param"]), (404, "model_not_found", &json!("model")));
+    assert!(p.got.try_recv().is_err() && d.got.try_recv().is_err() && plain.got.try_recv().is_err());
+}

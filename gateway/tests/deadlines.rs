@@ -2,9 +2,13 @@
 
 mod support;
 
-use serde_json::json;
+use std::time::Duration;
+
+use serde_json::{Value, json};
 use support::*;
-use tandem_gateway::GatewayArgs;
+use tandem_gateway::{GatewayArgs, PolicyName};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::time::timeout;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn deadlines_have_their_own_codes() {
@@ -75,4 +79,47 @@ async fn what_is_no_deadline_is_refused() {
     }
     let (status, code, _) = error_of(gateway.post("/generate", "no json").await).await;
     assert_eq!((status, code.as_str()), (400, "invalid_json"), "the connection serves on");
+}
+
+/// A socket that listens and takes no connection, as of a machine that lost its network, at a worker's old address.
+async fn deaf(address: std::net::SocketAddr) -> (TcpListener, Vec<TcpStream>) {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.set_reuseaddr(true).unwrap();
+    socket.bind(address).unwrap();
+    let listener = socket.listen(1).unwrap();
+    let mut waiting = Vec::new();
+    while let Ok(connected) = timeout(Duration::from_millis(200), TcpStream::connect(address)).await {
+        waiting.push(connected.unwrap());
+        assert!(waiting.len() < 16, "the queue of connections never fills");
+    }
+    (listener, waiting)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_takes_no_connection_is_passed_over_and_named_where_it_is_alone() {
+    for others in [1, 0] {
+        let p = Worker::start("prefill", well).await;
+        let lost = Worker::start("decode", well).await;
+        let other = Worker::start("decode", well).await;
+        let decode: Vec<&Worker> = [&lost, &other].into_iter().take(1 + others).collect();
+        let args = with(pd_args(&[&p], &decode), |a| {
+            a.deadlines.connect_timeout_ms = Some(200);
+            a.fleet.health_check_interval_secs = Some(600.0);
+            a.pair.policy = Some(PolicyName::RoundRobin);
+        });
+        let gateway = Gateway::start(args).await;
+        let healthy = |v: &Value| v["workers"].as_array().unwrap().iter().filter(|w| w["is_healthy"] == true).count();
+        gateway.until("/workers", |_, v| healthy(v) == 2 + others).await;
+        let _deaf = deaf(lost.kill().await).await;
+        if others == 1 {
+            for _ in 0..2 {
+                assert_eq!(gateway.chat(false).await.status(), 200);
+            }
+            gateway.until_metrics(|m| m.contains("smg_worker_retries_total{") && !m.contains("retries_total 0")).await;
+        } else {
+            let (status, code, error) = error_of(gateway.chat(false).await).await;
+            assert_eq!((status, code.as_str()), (504, "connect_timeout"), "{error}");
+        }
+        gateway.until_metrics(|m| m.contains("tandem_gateway_timeouts_total{deadline=\"connect\"} 1")).await;
+    }
 }
