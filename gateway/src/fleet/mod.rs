@@ -134,3 +134,6 @@ impl Fleet {
         self.changed.send_modify(|count| *count += 1);
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -434,7 +434,7 @@ impl Live {
         let health = self.vitals().health().clone();
         match self.breaker_state() {
             State::Closed => health.reason().to_owned(),
-            _ if health != Health::Healthy => health.reason().to_owned(),
+            _ if health.standing() == Standing::Unfit => health.reason().to_owned(),
             State::Open => "its circuit breaker is open, since its legs failed".into(),
             State::HalfOpen => "its circuit breaker is half open, and its trial runs".into(),
         }
