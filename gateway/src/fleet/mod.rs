@@ -4,6 +4,7 @@
 mod breaker;
 mod health;
 mod learn;
+mod live;
 mod load;
 mod pool;
 pub mod probe;
@@ -20,9 +21,10 @@ use tokio::sync::watch;
 pub use breaker::{Rules, State};
 pub use health::{Health, Thresholds};
 pub use learn::Facts;
+pub use live::Live;
 pub use pool::{NoWorker, Pool, Snapshot, role_of};
 pub use registry::{Change, Source};
-pub use worker::{Live, Outcome, Picked, Rank, Worker};
+pub use worker::{Outcome, Picked, Rank, Worker};
 
 use crate::config::{Config, FleetConfig, PairConfig, Role, WorkerSpec};
 use crate::pair::WorkerId;

@@ -7,9 +7,10 @@ use std::sync::Arc;
 
 use crate::config::{FleetConfig, PairConfig, Role, Secret, WorkerSpec};
 use crate::fleet::learn::Facts;
+use crate::fleet::live::Live;
 use crate::fleet::load::Slot;
 use crate::fleet::pool::{SideState, Snapshot};
-use crate::fleet::worker::{Live, Worker};
+use crate::fleet::worker::Worker;
 use crate::pair::WorkerId;
 
 /// Who names workers. Where two name the same one, the first of this order describes it.
