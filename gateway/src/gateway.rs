@@ -12,8 +12,8 @@ use crate::error::StartError;
 use crate::exchange::aborts::Aborts;
 use crate::exchange::engines::Engines;
 use crate::exchange::retry::Budget;
-use crate::fleet::Fleet;
 use crate::fleet::probe::Prober;
+use crate::fleet::{Fleet, Source};
 use crate::leg::Connector;
 use crate::leg::tls::PeerTls;
 use crate::metrics::Metrics;
@@ -65,6 +65,16 @@ impl Gateway {
     /// The settings as they are now. A request takes them once, so that it ends under the settings it began with.
     pub fn config(&self) -> Arc<Config> {
         self.config.load_full()
+    }
+
+    /// Takes over settings that were read again, as far as a running gateway can; returns what stays as it was.
+    pub fn reconfigure(&self, new: Config) -> Vec<&'static str> {
+        let (now, kept) = self.config().changed_to(new);
+        self.door.configure(&now);
+        self.prober.configure(&now);
+        self.fleet.update(Source::Flags, now.fleet.workers.clone());
+        self.config.store(Arc::new(now));
+        kept
     }
 
     /// Whether prompts can be served.

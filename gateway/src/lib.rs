@@ -28,16 +28,15 @@ mod fleet;
 mod gateway;
 mod json;
 mod leg;
+mod logging;
 mod metrics;
 mod pair;
 pub mod request;
 mod server;
 pub mod stream;
+mod versions;
 
-use std::io::{IsTerminal as _, Write as _};
-
-use tracing_subscriber::layer::SubscriberExt as _;
-use tracing_subscriber::util::SubscriberInitExt as _;
+use std::io::Write as _;
 
 pub use backend::Backend;
 pub use config::{Config, GatewayArgs, Role, Secret, WorkerSpec};
@@ -45,15 +44,14 @@ pub use discovery::known_workers;
 pub use error::{Failure, Side, StartError};
 pub use exchange::ticket;
 pub use leg::http1;
+pub use logging::log_filter;
 pub use pair::PolicyName;
-pub use server::{Addresses, How, Stop, serve};
+pub use server::{Addresses, How, Settings, Stop, serve};
 
 /// Runs a gateway until SIGTERM, SIGINT or SIGQUIT; running exchanges may end, unless a second signal comes. Blocks; call it from a thread
 /// without an async runtime, since pingora brings its own.
 pub fn run(args: GatewayArgs) -> Result<(), StartError> {
-    let config = args.merged()?.checked()?;
-    start_logging(&config.listen.log_level)?;
-    serve(config, Stop::Signals, |addresses| {
+    serve(Settings::read(args)?, Stop::Signals, |addresses| {
         let Addresses { data, metrics, tls, .. } = &addresses;
         let scheme = if *tls { "https" } else { "http" };
         // Nobody has to read it: serving goes on.
@@ -67,25 +65,4 @@ pub fn run(args: GatewayArgs) -> Result<(), StartError> {
 /// A client that trusts and shows what legs to workers do. Reads the files that the settings name.
 pub fn worker_client(config: &Config) -> Result<reqwest::ClientBuilder, StartError> {
     Ok(leg::tls::PeerTls::load(&config.security.workers)?.client(reqwest::Client::builder()))
-}
-
-/// What `--log-level` stands for. A bare level is the gateway's own; the libraries below it say only what an operator must know.
-pub fn log_filter(level: &str) -> String {
-    if level.contains(['=', ',']) { level.to_owned() } else { format!("{level},pingora_core=warn,pingora=warn") }
-}
-
-/// Logs go to stderr; a subscriber that the process has already stays.
-fn start_logging(level: &str) -> Result<(), StartError> {
-    let filter = tracing_subscriber::EnvFilter::try_new(log_filter(level))
-        .map_err(|e| StartError::Config(format!("--log-level {level:?}: {e}")))?;
-    let _ = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
-        // Otherwise a line that cannot be written is told by `eprintln!`, which panics because it cannot be written.
-        .log_internal_errors(false)
-        .finish()
-        .with(door::handshakes::Handshakes::default())
-        .try_init();
-    Ok(())
 }

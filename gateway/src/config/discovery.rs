@@ -80,7 +80,7 @@ pub struct DiscoveryArgs {
 }
 
 /// Checked.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, PartialEq, Debug, Default)]
 pub struct DiscoveryConfig {
     pub file: Option<WatchedFile>,
     pub dns: Option<Dns>,
@@ -94,13 +94,13 @@ impl DiscoveryConfig {
     }
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, PartialEq, Debug)]
 pub struct WatchedFile {
     pub path: PathBuf,
     pub interval: Duration,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, PartialEq, Debug)]
 pub struct Dns {
     pub names: Vec<DnsName>,
     pub interval: Duration,
@@ -116,7 +116,7 @@ pub struct DnsName {
     pub bootstrap_port: Option<u16>,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, PartialEq, Debug)]
 pub struct Kubernetes {
     pub namespace: Option<String>,
     pub rules: Rules,

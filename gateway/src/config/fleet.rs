@@ -184,7 +184,7 @@ impl WorkerSpec {
 }
 
 /// Checked.
-#[derive(Clone, Debug)]
+#[derive(Clone, PartialEq, Debug)]
 pub struct FleetConfig {
     pub workers: Vec<WorkerSpec>,
     pub backend: Backend,

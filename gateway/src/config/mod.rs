@@ -8,6 +8,7 @@ mod discovery;
 mod fleet;
 mod listen;
 mod pair;
+mod reload;
 mod retry;
 mod security;
 mod upgrade;

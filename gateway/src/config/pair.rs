@@ -64,7 +64,7 @@ pub struct PairArgs {
 }
 
 /// Checked.
-#[derive(Clone, Debug)]
+#[derive(Clone, PartialEq, Debug)]
 pub struct PairConfig {
     pub prefill_policy: PolicyName,
     /// Also for plain workers.

@@ -4,30 +4,16 @@
 //! list; a version that cannot be read changes nothing and is told once.
 
 use std::io::Read as _;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::time::Instant;
 
 use super::Publisher;
 use super::entries::{Format, parse};
 use crate::config::{WatchedFile, WorkerSpec};
+use crate::versions::Versions;
 
 /// Bytes of a file at most.
 const FILE_BYTES_MAX: u64 = 4 << 20;
-
-/// What differs between two versions of a file: device, inode, size, and both times in nanoseconds.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Stamp([i128; 5]);
-
-impl Stamp {
-    /// `None` where there is no file.
-    fn of(path: &Path) -> Option<Stamp> {
-        let m = std::fs::metadata(path).ok()?;
-        let nanos = |secs: i64, nanos: i64| i128::from(secs) * 1_000_000_000 + i128::from(nanos);
-        let [modified, changed] = [nanos(m.mtime(), m.mtime_nsec()), nanos(m.ctime(), m.ctime_nsec())];
-        Some(Stamp([m.dev().into(), m.ino().into(), m.size().into(), modified, changed]))
-    }
-}
 
 /// The workers that the file lists now.
 ///
@@ -46,11 +32,9 @@ pub fn read(path: &Path) -> Result<Vec<WorkerSpec>, String> {
 
 /// Follows the file for ever.
 pub async fn watch(file: &WatchedFile, mut publisher: Publisher) {
-    let mut taken = None;
-    let mut last_look = None;
+    let mut versions = Versions::new(file.path.clone());
     loop {
-        let look = Some(Stamp::of(&file.path));
-        if look == last_look && look != taken {
+        if versions.is_new() {
             let begun = Instant::now();
             let path = file.path.clone();
             let specs = tokio::task::spawn_blocking(move || read(&path)).await;
@@ -58,9 +42,7 @@ pub async fn watch(file: &WatchedFile, mut publisher: Publisher) {
                 Ok(specs) => publisher.publish(specs, begun.elapsed(), ""),
                 Err(why) => publisher.failed(&format!("{why}; the workers stay as they were")),
             }
-            taken = look;
         }
-        last_look = look;
         tokio::time::sleep(file.interval).await;
     }
 }

@@ -15,6 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
+use arc_swap::ArcSwap;
 use async_trait::async_trait;
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use http::{Method, StatusCode};
@@ -41,7 +42,8 @@ const LOOKS_PER_INTRODUCTION: u32 = 8;
 pub struct Prober {
     fleet: Arc<Fleet>,
     client: reqwest::Client,
-    api_key: Option<Secret>,
+    /// For workers that have no key of their own.
+    api_key: ArcSwap<Option<Secret>>,
     /// Looks that requests wait for come one after another.
     looking: tokio::sync::Mutex<()>,
 }
@@ -63,7 +65,17 @@ impl Prober {
             .pool_max_idle_per_host(0)
             .no_proxy()
             .build()?;
-        Ok(Prober { fleet, client, api_key: config.security.api_key.clone(), looking: Default::default() })
+        Ok(Prober {
+            fleet,
+            client,
+            api_key: ArcSwap::from_pointee(config.security.api_key.clone()),
+            looking: Default::default(),
+        })
+    }
+
+    /// Takes over settings that were read again.
+    pub fn configure(&self, config: &Config) {
+        self.api_key.store(Arc::new(config.security.api_key.clone()));
     }
 
     /// Asks a side's workers that are not healthy, now, since a request finds nobody there. Bounded by a second. A silent
@@ -196,7 +208,7 @@ impl Prober {
     /// A request to one worker, with the key where one is set.
     pub fn ask(&self, method: Method, worker: &Worker, path: &str) -> reqwest::RequestBuilder {
         let request = self.client.request(method, format!("{}{path}", worker.url()));
-        match worker.spec.api_key.as_ref().or(self.api_key.as_ref()).map(Secret::reveal) {
+        match worker.spec.api_key.as_ref().or(self.api_key.load().as_ref().as_ref()).map(Secret::reveal) {
             Some(key) => request.bearer_auth(key),
             None => request,
         }

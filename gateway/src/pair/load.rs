@@ -27,7 +27,7 @@ impl Load {
 }
 
 /// How far above the least loaded a worker may be before it counts as busier than the others: by both of these.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Balance {
     /// In requests.
     pub abs: u64,

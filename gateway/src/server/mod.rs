@@ -5,12 +5,14 @@
 //! | signal | what happens |
 //! |---|---|
 //! | SIGTERM, SIGINT, SIGQUIT | listeners close, running exchanges may end within `--shutdown-grace-period-secs`; what still runs is broken off and its client told |
-//! | any of them a second time | running exchanges are broken off at once; their clients are told |
+//! | SIGHUP | settings are read again, see `reload` |
+//! | SIGTERM, SIGINT or SIGQUIT a second time | running exchanges are broken off at once; their clients are told |
 //!
 //! Pingora's graceful stop would sleep a fixed time and then drop what still runs; its upgrade would stop the old process
 //! even if nobody took the sockets.
 
 mod life;
+mod reload;
 mod sockets;
 mod stop;
 mod upgrade;
@@ -31,6 +33,8 @@ use crate::error::StartError;
 use crate::fleet::probe::ProbeService;
 use crate::gateway::Gateway;
 use life::{Life, Start};
+use reload::Reload;
+pub use reload::Settings;
 use sockets::{Acceptor, Socket, Sockets, endpoint};
 pub use stop::{How, Stop};
 use upgrade::Predecessor;
@@ -52,7 +56,12 @@ pub struct Addresses {
 
 /// Serves until told to stop, or until another process has taken over. `listening` is called once, before the first
 /// connection is accepted.
-pub fn serve(config: Config, stop: Stop, listening: impl FnOnce(Addresses) + Send + 'static) -> Result<(), StartError> {
+pub fn serve(
+    settings: impl Into<Settings>,
+    stop: Stop,
+    listening: impl FnOnce(Addresses) + Send + 'static,
+) -> Result<(), StartError> {
+    let Settings { config, again } = settings.into();
     let certificates = config.security.server.clone().map(Certificates::load).transpose()?;
     let (sockets, predecessor) = listen(&config)?;
     let address = |name| sockets.iter().find(|s| s.name == name).map(|s| s.address);
@@ -88,6 +97,9 @@ pub fn serve(config: Config, stop: Stop, listening: impl FnOnce(Addresses) + Sen
     server.add_service(Acceptor::new(METRICS, MetricsApp(gateway.clone()), endpoint(None)?, 1, &sockets, &gateway));
     server.add_service(background_service("probe", ProbeService(gateway.prober.clone())));
     server.add_service(background_service("discovery", discovery));
+    if let Some(again) = again {
+        server.add_service(background_service("reload", Reload { gateway: gateway.clone(), again }));
+    }
     let failure = Arc::new(Mutex::new(None));
     let start = Mutex::new(Some(Start { predecessor, announce }));
     let life = Life { gateway, sockets, addresses, stop, upgrade_sock, start, failure: failure.clone() };

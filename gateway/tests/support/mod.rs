@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use tandem_gateway::{Addresses, GatewayArgs, How, Stop};
+use tandem_gateway::{Addresses, GatewayArgs, How, Settings, Stop};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, oneshot, watch};
@@ -351,19 +351,21 @@ impl Gateway {
         Gateway::start_with(args, Stop::Signals, watch::channel(None).0).await
     }
 
+    /// One that reads its settings again, on SIGHUP and when their file changes.
+    pub async fn start_reading(args: GatewayArgs) -> Gateway {
+        let (stop, stopped) = watch::channel(None);
+        let settings = Settings::read(on_this_machine(args)).unwrap();
+        Gateway::serving(settings, Stop::Channel(stopped), stop).await
+    }
+
     async fn start_with(args: GatewayArgs, stopped: Stop, stop: watch::Sender<Option<How>>) -> Gateway {
-        let args = with(args, |a| {
-            a.listen.host = Some("127.0.0.1".into());
-            a.listen.port = Some(0);
-            a.listen.prometheus_host = Some("127.0.0.1".into());
-            a.listen.prometheus_port = Some(0);
-            a.fleet.health_check_interval_secs.get_or_insert(0.4);
-            a.listen.threads = Some(2);
-        });
-        let config = args.checked().unwrap();
+        Gateway::serving(on_this_machine(args).checked().unwrap().into(), stopped, stop).await
+    }
+
+    async fn serving(settings: Settings, stopped: Stop, stop: watch::Sender<Option<How>>) -> Gateway {
         let (tell, told) = oneshot::channel();
         let served = std::thread::spawn(move || {
-            tandem_gateway::serve(config, stopped, |addresses| tell.send(addresses).unwrap()).unwrap();
+            tandem_gateway::serve(settings, stopped, |addresses| tell.send(addresses).unwrap()).unwrap();
         });
         let addresses = within("the gateway's start", told).await.unwrap();
         let client = reqwest::Client::builder().no_proxy().timeout(LIMIT).build().unwrap();
@@ -449,6 +451,18 @@ impl Drop for Gateway {
     fn drop(&mut self) {
         self.stop.send_replace(Some(How::Now));
     }
+}
+
+/// Ports that the system chooses, and health asked often.
+fn on_this_machine(args: GatewayArgs) -> GatewayArgs {
+    with(args, |a| {
+        a.listen.host = Some("127.0.0.1".into());
+        a.listen.port = Some(0);
+        a.listen.prometheus_host = Some("127.0.0.1".into());
+        a.listen.prometheus_port = Some(0);
+        a.fleet.health_check_interval_secs.get_or_insert(0.4);
+        a.listen.threads = Some(2);
+    })
 }
 
 /// Settings with a few changed.

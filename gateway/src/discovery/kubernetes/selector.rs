@@ -64,7 +64,7 @@ fn is_name(name: &str) -> bool {
 }
 
 /// How pods become workers.
-#[derive(Clone, Debug)]
+#[derive(Clone, PartialEq, Debug)]
 pub struct Rules {
     selectors: Vec<(Role, Selector)>,
     /// Where pods serve that say nothing else.
