@@ -3,19 +3,17 @@
 //!
 //! | room | what it does | kind |
 //! |---|---|---|
-//! | `proxy` | reads a request off a client's connection, checks it, reads its body | I/O |
-//! | `head` | refuses heads that hops may read differently | pure |
-//! | `request` | finds what must be known of the body, splices the bootstrap fields into it | pure |
-//! | `fleet`, `pair` | picks a worker per side | state, pure |
-//! | `ticket` | mints rooms | pure |
-//! | `drive` | opens both connections, waits for what happens | I/O |
-//! | `exchange` | decides about each thing that happens: one exchange, one outcome | pure |
-//! | `legs`, `http1` | one connection that carries one request and its answer | I/O, pure |
+//! | `door` | takes a request off a client's connection: head, key, admission, body; has the gateway's own words | I/O |
+//! | `request`, `json` | finds what must be known of the body, splices the gateway's fields into it | pure |
+//! | `fleet`, `pair` | the workers and how they do; picks one per side | state, pure |
+//! | `backend` | what the legs of a fleet look like | pure |
+//! | `exchange` | carries the request through: one exchange, one outcome | I/O around a pure machine |
+//! | `leg` | one connection that carries one request and its answer | I/O |
 //! | `stream` | judges the answer while it passes | pure |
-//! | `reply`, `error` | what the gateway itself has to say | I/O, pure |
+//! | `error` | what can go wrong, as values | pure |
 //!
-//! Beside the path: `discovery` finds workers, `probe` asks them how they do, `admin` answers operators, `metrics` counts,
-//! `server` listens and stops, `config` holds the settings.
+//! Beside the path: `discovery` finds workers, `admin` answers operators, `metrics` counts, `server` listens, stops, hands its
+//! sockets on and reads settings again, `config` holds the settings, `logging` the log.
 
 mod admin;
 pub mod backend;
