@@ -57,6 +57,11 @@ transfer *arguments:
     cargo build --release --locked --bin transfer
     tests/bench/transfer {{arguments}}
 
+# Our gateway before two real vLLM servers on the CPU, prefill and decode over NIXL (fetches 9 GB by pip, once)
+vllm:
+    cargo build --release --locked --bin tandem
+    tests/compat/vllm/run
+
 # From abort to quiet, for so many attempts in flight
 abort-drain attempts="1000":
     cargo run --release --locked --bin abort_drain -- {{attempts}}
