@@ -199,12 +199,12 @@ mod tests {
             (&value["path"], &value["decode"], &value["status"]),
             (&"/a\"b".into(), &"http://d:1".into(), &200.into())
         );
+        assert_eq!(lost.get(), 0);
         std::fs::rename(&path, &moved).unwrap();
         until(|| {
             log.write(&line("/c"));
             path.exists()
         });
-        assert_eq!(lost.get(), 0);
         assert!(AccessLog::open(dir.path(), lost).unwrap_err().to_string().contains("--access-log"));
     }
 }

@@ -142,16 +142,6 @@ async fn fleet_refuses_malformed_requests_at_the_gateway_and_at_role_servers() {
     let mut fleet = Fleet::start("malformed-pd", FleetOptions::pd(1, 1).gateway_args(&limit)).await;
     let client = fleet.client();
     assert_refused("gateway", &client, &cases()).await;
-    let merged_later = [
-        completion(400, json!({"echo": true, "logprobs": 1}), &["echo"]),
-        case(
-            GENERATE,
-            json!({"text": "Hi", "return_logprob": true, "logprob_start_len": 0}).to_string(),
-            400,
-            &["logprob_start_len"],
-        ),
-    ];
-    assert_refused("gateway", &client, &merged_later).await;
     assert_no_such_route(&client).await;
     let without_room = [
         chat(400, json!({}), &["role server", "gateway"]),
