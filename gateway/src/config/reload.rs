@@ -13,6 +13,12 @@ impl Config {
         kept.keep("--threads", &self.listen.threads, &mut new.listen.threads);
         kept.keep("--address-file", &self.listen.address_file, &mut new.listen.address_file);
         kept.keep("--access-log", &self.listen.access_log, &mut new.listen.access_log);
+        // The new list was written for the new fleet: under the old kind of legs it would be served wrongly, and where it is
+        // empty since workers are to be found, nobody would be left.
+        if self.fleet.backend != new.fleet.backend || self.discovery != new.discovery {
+            kept.keep("the workers that are named", &self.fleet.workers, &mut new.fleet.workers);
+        }
+        kept.keep("--pd-backend", &self.fleet.backend, &mut new.fleet.backend);
         let workers = std::mem::replace(&mut new.fleet.workers, self.fleet.workers.clone());
         kept.keep("how workers are asked for their health and their breakers", &self.fleet, &mut new.fleet);
         new.fleet.workers = workers;
@@ -51,5 +57,21 @@ mod tests {
         assert_eq!((now.deadlines.whole.as_secs(), now.fleet.workers[0].url.as_str()), (7, "http://b:1"));
         let (_, kept) = now.changed_to(now.clone());
         assert!(kept.is_empty(), "{kept:?}");
+    }
+
+    #[test]
+    fn workers_of_another_kind_of_fleet_wait_for_the_start() {
+        let kept_of = |old: &str, new: &str| {
+            let old = config(old).unwrap();
+            let (now, kept) = old.changed_to(config(new).unwrap());
+            assert_eq!(now.fleet, old.fleet);
+            kept
+        };
+        let kept = kept_of("--worker-urls http://a:1", "--service-discovery --selector app=x");
+        assert_eq!(kept, ["the workers that are named", "how workers are found"]);
+        let split = "--prefill http://a:1 --decode http://b:1 --pd-backend sglang";
+        let kept = kept_of(split, "--prefill http://c:1 --decode http://d:1 --pd-backend vllm-nixl");
+        assert_eq!(kept, ["the workers that are named", "--pd-backend"]);
+        assert_eq!(kept_of(split, &split.replace("sglang", "plain")), ["--pd-backend"]);
     }
 }
